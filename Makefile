@@ -1,0 +1,48 @@
+# Everything here needs Python 3.11 (or newer) and make; `make setup` brings the rest into .venv.
+PYTHON ?= python3.11
+VENV   := .venv
+PY     := $(VENV)/bin/python
+
+.PHONY: help setup demo test test-slow lint format lock clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+$(VENV)/.converter: requirements/converter.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/converter.txt
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.converter
+	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	@touch $@
+
+setup: $(VENV)/.dev  ## Create .venv with the locked development dependencies
+
+demo: $(VENV)/.converter  ## Convert a small Qwen3-shaped checkpoint, inspect it and check it bit by bit
+	$(PY) -m benchmarks.demo
+
+test: setup  ## Run the fast tests
+	$(PY) -m pytest
+
+test-slow: setup  ## Run the slow tests (memory, speed of large checkpoints, kill tests)
+	$(PY) -m pytest -m slow
+
+lint: setup  ## Check style and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: setup  ## Rewrite the code in the project's style
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+lock: setup  ## Resolve the dependencies anew into requirements/*.txt
+	$(PY) -m pip install --quiet uv
+	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --custom-compile-command 'make lock' pyproject.toml -o requirements/converter.txt
+	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --custom-compile-command 'make lock' -c requirements/converter.txt --extra dev pyproject.toml -o requirements/dev.txt
+
+clean:  ## Remove what the other targets made
+	rm -rf $(VENV) tmp .pytest_cache .mypy_cache .ruff_cache
