@@ -1,0 +1,37 @@
+"""The ways a run can end other than well, each with the exit code that Jobs rely on.
+
+Exit codes: 0 done; 1 a bug; 2 the request is wrong and retrying is useless; 3 the world failed and retrying
+can help; 4 a check found a difference; 143 ended by SIGTERM.
+"""
+
+from __future__ import annotations
+
+
+class ConverterError(Exception):
+    """A failure whose message is one line for the user: what is wrong, where, what to do."""
+
+    exit_code = 1
+
+
+class RequestError(ConverterError):
+    """The request or its source is wrong; the same command will fail again."""
+
+    exit_code = 2
+
+
+class WorldError(ConverterError):
+    """The disk, the network or a service failed; the same command can succeed later."""
+
+    exit_code = 3
+
+
+class CheckError(ConverterError):
+    """A comparison found a difference."""
+
+    exit_code = 4
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. Not an `Exception`, so that nothing on the way out mistakes it for a failure."""
+
+    exit_code = 143

@@ -1,0 +1,1 @@
+"""Reading Hugging Face repositories: local folders, the hub, safetensors files."""

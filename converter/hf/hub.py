@@ -1,0 +1,133 @@
+"""Downloads from the Hugging Face hub, through huggingface_hub's cache.
+
+The hub's Xet transport talks to servers of its own, so it would bypass a mirror behind HF_ENDPOINT: it is
+switched off when HF_ENDPOINT is set, and left to the user (HF_HUB_DISABLE_XET) otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from converter.errors import RequestError, WorldError
+from converter.hf.files import CONFIG, INDEX, weight_files
+
+TRIES = 5
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Download:
+    """A folder with a repository's files, the commit they are of, and the hub's sha256 of the large ones."""
+
+    root: Path
+    revision: str | None
+    sha256: dict[str, str]
+
+
+def download(repo: str, *, revision: str | None, token: str | None) -> Download:
+    """Bring config.json, the index and the safetensors files of `repo` into the hub's cache.
+
+    The revision is pinned to a commit first, so that a branch that moves meanwhile cannot mix two states.
+    Transient failures are tried again; a file that was cut off is continued.
+
+    Raises:
+      RequestError: no such repository or revision, or no access to it (HTTP 401, 403, 404).
+      WorldError: the network or the hub failed, or the disk is full.
+    """
+    if "HF_ENDPOINT" in os.environ:
+        os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not os.isatty(2):
+        disable_progress_bars()
+    access: str | bool = token or False
+    commit, sha256, names = revision, {}, [CONFIG, INDEX, "*.safetensors"]
+
+    def fetch(files: list[str]) -> Path:
+        return Path(
+            _try(
+                repo,
+                revision,
+                lambda: snapshot_download(repo, revision=commit, token=access, allow_patterns=files),
+            )
+        )
+
+    if constants.HF_HUB_OFFLINE:
+        return Download(fetch(names), commit, sha256)
+    api = HfApi(token=access)
+    info = _try(
+        repo, revision, lambda: api.model_info(repo, revision=revision, files_metadata=True, timeout=30)
+    )
+    commit = info.sha
+    siblings = {file.rfilename: file for file in info.siblings or []}
+    root = fetch([name for name in (CONFIG, INDEX) if name in siblings])
+    weights = weight_files(root, siblings, repo)
+    sha256 = {name: file.lfs.sha256 for name, file in siblings.items() if name in weights and file.lfs}
+    return Download(fetch([name for name in (CONFIG, INDEX, *weights) if name in siblings]), commit, sha256)
+
+
+def _try(repo: str, revision: str | None, call: Callable[[], T]) -> T:
+    """Call, again after transient failures, and turn what remains into one line."""
+    from huggingface_hub.errors import HfHubHTTPError
+    from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+
+    try:
+        for attempt in Retrying(
+            retry=retry_if_exception(_is_transient),
+            stop=stop_after_attempt(TRIES),
+            wait=wait_exponential_jitter(initial=0.5, max=20),
+            reraise=True,
+        ):
+            with attempt:
+                return call()
+    except (RequestError, WorldError):
+        raise
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        where = f"{repo} at revision {revision}" if revision else repo
+        if status in (401, 403):
+            raise RequestError(
+                f"the hub refuses access to {where} (HTTP {status}): accept its licence on the hub and give a "
+                "token that may read it in HF_TOKEN"
+            ) from error
+        if status == 404:
+            raise RequestError(f"the hub has no {where}, or it is private and HF_TOKEN is not set") from error
+        if status is not None and 400 <= status < 500 and status not in (408, 429):
+            raise RequestError(f"the hub refuses {where} (HTTP {status})") from error
+        raise WorldError(f"the hub failed with HTTP {status} for {where}; try again later") from error
+    except FileNotFoundError as error:
+        raise RequestError(f"{repo} is not in the local cache, and the hub cannot be asked") from error
+    except OSError as error:
+        raise WorldError(f"downloading {repo} failed: {_one_line(error)}; try again") from error
+    except Exception as error:
+        if not _is_transient(error):
+            raise
+        raise WorldError(f"downloading {repo} failed: {_one_line(error)}; try again") from error
+    raise AssertionError("unreachable")
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Whether the same call can succeed a moment later."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code if error.response is not None else 500
+        return status >= 500 or status in (408, 429)
+    if isinstance(error, LocalEntryNotFoundError):
+        # huggingface_hub's word for "the hub did not answer and the cache is empty".
+        return error.__cause__ is not None and _is_transient(error.__cause__)
+    if isinstance(error, PermissionError | FileNotFoundError):
+        return False
+    if isinstance(error, OSError) and error.errno == 28:
+        return False
+    module = type(error).__module__.split(".")[0]
+    return isinstance(error, OSError | TimeoutError) or module in ("httpx", "httpx2", "httpcore", "httpcore2")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

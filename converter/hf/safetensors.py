@@ -1,0 +1,131 @@
+"""The safetensors file format, headers only: where in which file every tensor lies.
+
+The format (https://github.com/huggingface/safetensors#format): 8 bytes little-endian header length N, N bytes
+of JSON mapping names to {dtype, shape, data_offsets}, then the data, without holes. The library's own reader
+copies tensors; streaming needs their offsets, so the header is read here and checked as strictly as there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from converter.errors import RequestError, WorldError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the reference implementation."""
+
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+"""Bits of an element, for every dtype of the format."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: `nbytes` bytes from `offset` on, C order, little endian."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, by name.
+
+    Raises:
+      RequestError: the file is not a whole, well-formed safetensors file.
+      WorldError: it cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if size < 8:
+                raise RequestError(f"{path} is no safetensors file: {size} bytes are too few for a header")
+            if length > MAX_HEADER_BYTES:
+                raise RequestError(f"{path} is no safetensors file: it claims a header of {length} bytes")
+            if 8 + length > size:
+                raise RequestError(
+                    f"{path} is truncated: a header of {length} bytes, a file of {size}; download it again"
+                )
+            header = file.read(length)
+    except FileNotFoundError as error:
+        raise RequestError(f"{path} does not exist") from error
+    except PermissionError as error:
+        raise RequestError(f"{path} may not be read by this user") from error
+    except OSError as error:
+        raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
+    tensors = _parse(path, header, 8 + length)
+    _check_coverage(path, tensors, 8 + length, size)
+    return tensors
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _parse(path: Path, header: bytes, data_start: int) -> dict[str, StoredTensor]:
+    try:
+        entries = json.loads(header, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path} has a broken safetensors header: {error}") from error
+    if not isinstance(entries, dict):
+        raise RequestError(f"{path} has a broken safetensors header: it is no JSON object")
+    tensors = {}
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        tensors[name] = _entry(path, name, entry, data_start)
+    return tensors
+
+
+def _entry(path: Path, name: str, entry: object, data_start: int) -> StoredTensor:
+    def bad(why: str) -> RequestError:
+        return RequestError(f"{path} has a broken safetensors header: tensor {name[:200]!r} {why}")
+
+    if not isinstance(entry, dict):
+        raise bad("is not described by an object")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise bad(f"has the unknown dtype {dtype!r}")
+    if not isinstance(shape, list) or not all(_is_size(n) for n in shape):
+        raise bad("has no valid shape")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
+        raise bad("has no valid data_offsets")
+    begin, end = offsets
+    if (end - begin) * 8 != math.prod(shape) * DTYPE_BITS[dtype]:
+        raise bad(f"of shape {shape} and dtype {dtype} cannot take {end - begin} bytes")
+    return StoredTensor(path, dtype, tuple(shape), data_start + begin, end - begin)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _check_coverage(path: Path, tensors: dict[str, StoredTensor], data_start: int, size: int) -> None:
+    position = data_start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != position:
+            raise RequestError(
+                f"{path} has a broken safetensors header: "
+                f"tensor {name[:200]!r} leaves a hole or overlaps another"
+            )
+        position += tensor.nbytes
+    if position > size:
+        raise RequestError(
+            f"{path} is truncated: {size} bytes, its header asks for {position}; download it again"
+        )
+    if position < size:
+        raise RequestError(f"{path} has {size - position} bytes after its last tensor; download it again")

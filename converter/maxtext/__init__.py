@@ -1,0 +1,1 @@
+"""The MaxText side: sharding, stored chunks, Orbax."""

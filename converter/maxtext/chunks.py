@@ -1,0 +1,108 @@
+"""How one chunk of an array is stored: its key in the key-value store and its bytes.
+
+TensorStore reads what is made here; it is made here because TensorStore needs about three times a chunk's size
+to write it and one thread. A chunk of a zarr3 array is a shard of one inner chunk (Orbax gives both the same shape):
+the compressed bytes, then an index of (offset, length) and its CRC-32C
+(https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/index.html). A chunk of a zarr2 array
+is the compressed bytes alone.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+if sys.version_info >= (3, 14):
+    from compression.zstd import CompressionParameter, ZstdCompressor
+else:
+    from backports.zstd import CompressionParameter, ZstdCompressor
+
+_SLAB_BYTES = 1 << 20
+"""Input handed to the compressor at a time, so that output grows as it goes and signals get a turn."""
+
+
+@dataclass(frozen=True)
+class ChunkFormat:
+    """What the array's metadata say of its chunks.
+
+    Attributes:
+      zarr3: zarr version 3, else 2.
+      level: zstd level, None for no compression.
+    """
+
+    zarr3: bool
+    level: int | None
+
+    def key(self, index: tuple[int, ...]) -> str:
+        """The chunk's key below the array's own."""
+        if self.zarr3:
+            return "/".join(("c", *map(str, index)))
+        return ".".join(map(str, index)) or "0"
+
+    def encode(self, chunk: np.ndarray, workers: int) -> bytes:
+        """The stored bytes of a C-contiguous little-endian chunk, compressed by `workers` threads."""
+        data = memoryview(chunk.reshape(-1).view(np.uint8))
+        out = _output(len(data))
+        if self.level is None:
+            out.write(data)
+        else:
+            options = {CompressionParameter.compression_level: self.level}
+            if workers > 1:
+                options[CompressionParameter.nb_workers] = workers
+            compressor = ZstdCompressor(options=options)
+            compressor.set_pledged_input_size(len(data))
+            slab = _SLAB_BYTES * max(1, 8 * (workers - 1))
+            for start in range(0, len(data), slab):
+                out.write(compressor.compress(data[start : start + slab]))
+            out.write(compressor.flush())
+        if self.zarr3:
+            index = struct.pack("<QQ", 0, out.tell())
+            out.write(index)
+            out.write(struct.pack("<I", google_crc32c.value(index)))
+        out.truncate()
+        return out.getvalue()
+
+
+def _output(size: int) -> io.BytesIO:
+    """An empty stream with room for what `size` bytes usually become, so that it need not grow by copying."""
+    out = io.BytesIO()
+    out.write(bytes(size * 4 // 5))
+    out.seek(0)
+    return out
+
+
+def chunk_format(metadata: Mapping[str, Any], zarr3: bool) -> ChunkFormat:
+    """Read the format off an array's metadata, the `metadata` of a TensorStore zarr or zarr3 spec.
+
+    Raises:
+      ValueError: the metadata ask for something that `ChunkFormat` does not write.
+    """
+    if not zarr3:
+        compressor = metadata["compressor"]
+        if compressor is None:
+            return ChunkFormat(False, None)
+        if compressor["id"] != "zstd":
+            raise ValueError(f"unexpected zarr2 compressor {compressor}")
+        return ChunkFormat(False, compressor["level"])
+    (shard,) = metadata["codecs"]
+    inner = shard["configuration"]
+    names = [codec["name"] for codec in inner["codecs"]]
+    one_inner_chunk = inner["chunk_shape"] == metadata["chunk_grid"]["configuration"]["chunk_shape"]
+    at_end = inner.get("index_location", "end") == "end"
+    index_codecs = [codec["name"] for codec in inner["index_codecs"]]
+    if (
+        shard["name"] != "sharding_indexed"
+        or names not in (["bytes"], ["bytes", "zstd"])
+        or index_codecs != ["bytes", "crc32c"]
+        or not one_inner_chunk
+        or not at_end
+    ):
+        raise ValueError(f"unexpected zarr3 codecs {metadata['codecs']}")
+    return ChunkFormat(True, inner["codecs"][1]["configuration"]["level"] if "zstd" in names else None)

@@ -1,0 +1,253 @@
+"""Everything the converter takes from Orbax, its private modules included; nothing else imports those.
+
+Orbax stays in charge of the tree's metadata, of sharding and array metadata, of merging OCDBT databases and of the
+atomic finish. Only the arrays' data do not pass through it: they are leaves of a type of our own, whose handler
+creates each array as Orbax would and lets a callback write its chunks.
+
+Pinned to orbax-checkpoint 0.12.8. When an upgrade breaks this file, look at: the names imported from `_src` below;
+`_async_serialize_replica_slices` and `ArrayHandler.serialize` in `_src/serialization/jax_array_handlers.py`, which
+`_StreamedHandler` follows; and `ArrayWriteSpec` in `_src/serialization/tensorstore_utils.py`, which decides on chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+from orbax.checkpoint._src.futures import future
+from orbax.checkpoint._src.metadata import array_metadata_store
+from orbax.checkpoint._src.serialization import (
+    jax_array_handlers,
+    ocdbt_utils,
+    tensorstore_utils,
+    type_handler_registry,
+    type_handlers,
+    types,
+)
+
+from converter.maxtext import devices
+
+ITEM = "items"
+"""Name of MaxText's checkpoint item."""
+
+STEP = "0"
+
+DATA_FILE_BYTES = 2 << 30
+"""Target size of an OCDBT data file, MaxText's DEFAULT_OCDBT_TARGET_DATA_FILE_SIZE."""
+
+_NODE_CACHE_BYTES = 16 << 20
+"""Cache of the OCDBT database's index while it is written; Orbax's own limit is 100 MB."""
+
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How arrays are stored.
+
+    Attributes:
+      ocdbt: in one key-value database, else in a directory per array.
+      zarr3: zarr version 3, else 2.
+      compression: zstd, else none.
+      chunk_bytes: largest chunk; larger shards are cut.
+    """
+
+    ocdbt: bool
+    zarr3: bool
+    compression: bool
+    chunk_bytes: int
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of the tree whose data are written by a callback.
+
+    Attributes:
+      name: its parts joined by ".", `params.params` included.
+      shape, dtype: of the whole array.
+      device_count: simulated devices it is sharded over.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    device_count: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OpenArray:
+    """An array that exists, still empty: where its chunks go and what its metadata say of them."""
+
+    leaf: Leaf
+    metadata: Mapping[str, Any]
+    store: ts.KvStore
+
+
+Write = Callable[[list[OpenArray]], Mapping[str, bytes]]
+"""Writes the data of the created arrays; returns further files of the step, by name."""
+
+
+def write_metadata(leaf: Leaf, storage: Storage) -> dict[str, Any]:
+    """The zarr metadata that Orbax gives the array: shape, chunks and codecs. Touches no disk."""
+    spec = tensorstore_utils.ArrayWriteSpec(
+        "/unused",
+        leaf.name,
+        global_shape=leaf.shape,
+        write_shape=devices.write_shape(leaf.shape, leaf.device_count),
+        dtype=leaf.dtype,
+        chunk_byte_size=storage.chunk_bytes,
+        use_compression=storage.compression,
+        use_zarr3=storage.zarr3,
+        use_ocdbt=storage.ocdbt,
+        ocdbt_target_data_file_size=DATA_FILE_BYTES,
+        process_id=0,
+    )
+    metadata: dict[str, Any] = spec.json["metadata"]
+    return metadata
+
+
+def chunk_shape(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """The outer chunk shape in zarr metadata of either version."""
+    if "chunks" in metadata:
+        return tuple(metadata["chunks"])
+    return tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+
+
+class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
+    """Creates each leaf's array as Orbax would, then lets `write` fill them all."""
+
+    def __init__(self, typestr: str, write: Write) -> None:
+        self._typestr = typestr
+        self._write = write
+
+    def typestr(self) -> str:
+        return self._typestr
+
+    async def metadata(self, infos: Sequence[types.ParamInfo]) -> Sequence[Any]:
+        raise NotImplementedError("streamed leaves are only written")
+
+    async def deserialize(
+        self, infos: Sequence[types.ParamInfo], args: Sequence[types.RestoreArgs] | None = None
+    ) -> Sequence[Any]:
+        raise NotImplementedError("streamed leaves are only written")
+
+    async def serialize(
+        self,
+        values: Sequence[Leaf],
+        infos: Sequence[types.ParamInfo],
+        args: Sequence[types.SaveArgs] | None = None,
+    ) -> Sequence[future.Future]:
+        saves = args or [types.SaveArgs()] * len(values)
+        return [
+            future.CommitFutureAwaitingContractedSignals(
+                self._serialize(values, infos, saves), name="streamed_arrays"
+            )
+        ]
+
+    async def _serialize(
+        self, values: Sequence[Leaf], infos: Sequence[types.ParamInfo], args: Sequence[types.SaveArgs]
+    ) -> None:
+        ocdbt = bool(infos[0].is_ocdbt_checkpoint)
+        shardings = [devices.sharding(leaf.shape, leaf.device_count) for leaf in values]
+        sharded = any(sharding is not None for sharding in shardings)
+        if sharded:
+            await jax_array_handlers._async_serialize_shardings(shardings, infos, primary_host=0)
+        # The written files are synced once, at the end, instead of one by one.
+        context = ts.Context(
+            {"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": _NODE_CACHE_BYTES}},
+            parent=infos[0].ts_context,
+        )
+        transaction = ts.Transaction(atomic=True) if ocdbt else None
+        created, metadatas = [], []
+        for leaf, info, arg in zip(values, infos, args, strict=True):
+            await info.await_path_creation()
+            spec = tensorstore_utils.build_array_write_spec(
+                info=info,
+                arg=arg,
+                global_shape=leaf.shape,
+                local_shape=devices.write_shape(leaf.shape, leaf.device_count),
+                dtype=leaf.dtype,
+                use_ocdbt=ocdbt,
+                process_index=ocdbt_utils.get_process_index_for_subdir(ocdbt),
+            )
+            array = await ts.open(
+                ts.Spec(spec.json), create=True, open=True, context=context, transaction=transaction
+            )
+            created.append((leaf, spec.json["metadata"], array.kvstore))
+            metadatas.append(spec.metadata)
+        if transaction is not None:
+            await transaction.commit_async()
+        opened = [
+            OpenArray(leaf, metadata, store.with_transaction(None)) for leaf, metadata, store in created
+        ]
+        if sharded:
+            await array_metadata_store.Store().write(
+                checkpoint_dir=infos[0].parent_dir, array_metadatas=metadatas, process_index=0
+            )
+        for name, content in self._write(opened).items():
+            (infos[0].parent_dir.parent / name).write_bytes(content)
+
+
+def save(
+    directory: Path,
+    leaves: Sequence[Leaf],
+    storage: Storage,
+    *,
+    custom_metadata: Mapping[str, Any],
+    write: Write,
+) -> None:
+    """Save a MaxText checkpoint step of these parameters at `directory`, which appears whole or not at all.
+
+    Args:
+      directory: the step's directory, which must not exist.
+      leaves: the parameters.
+      custom_metadata: of the step.
+      write: called with the created arrays; must write every chunk, and return when they are written
+        what other files the step is to have, by name.
+    """
+    sharded = bool(leaves) and leaves[0].device_count > 1
+    registry = type_handler_registry.create_type_handler_registry(
+        (int, type_handlers.ScalarHandler()), (Leaf, _StreamedHandler("jax.Array" if sharded else "np.ndarray", write))
+    )
+    params: dict[str, Any] = {}
+    for leaf in leaves:
+        *parents, last = leaf.name.split(".")
+        node = params
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    tree = {"step": 0, "params": params["params"], "opt_state": {}}
+    import jax
+
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=storage.chunk_bytes), tree)
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=storage.ocdbt,
+        use_zarr3=storage.zarr3,
+        use_compression=storage.compression,
+        type_handler_registry=registry,
+    )
+    checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler(**{ITEM: handler}))
+    checkpointer.save(
+        epath.Path(directory),
+        args=ocp.args.Composite(
+            **{
+                ITEM: ocp.args.PyTreeSave(
+                    item=tree, save_args=save_args, ocdbt_target_data_file_size=DATA_FILE_BYTES
+                )
+            }
+        ),
+        custom_metadata=dict(custom_metadata),
+    )
+    checkpointer.close()
+

@@ -1,0 +1,148 @@
+"""The plan of a conversion: every array with its chunks, in the order they are written, and what that will take.
+
+Everything that can be wrong with a request or its source is found while the plan is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from converter.mapping import Box, Parameter
+from converter.maxtext.chunks import ChunkFormat, chunk_format
+from converter.maxtext.devices import Partition, partition
+from converter.maxtext.orbax import Leaf, Storage, chunk_shape, write_metadata
+
+ROOT = "params.params."
+"""Where MaxText's TrainState keeps the parameters."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """One stored chunk: its place in the grid and the box of the array it holds."""
+
+    array: ArrayPlan
+    index: tuple[int, ...]
+
+    @cached_property
+    def box(self) -> Box:
+        return tuple(
+            slice(i * size, (i + 1) * size) for i, size in zip(self.index, self.array.chunk_shape, strict=True)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.chunk_nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayPlan:
+    """One array of the checkpoint: what it holds and how it is stored.
+
+    Attributes:
+      parameter: its content.
+      leaf: its name, shape, dtype and sharding for Orbax.
+      partition: the partition spec, None when not sharded.
+      chunk_shape: of a stored chunk; divides `shape`.
+      format: of a chunk's bytes.
+    """
+
+    parameter: Parameter
+    leaf: Leaf
+    partition: Partition | None
+    chunk_shape: tuple[int, ...]
+    format: ChunkFormat
+
+    @property
+    def name(self) -> str:
+        return self.leaf.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.leaf.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.leaf.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.leaf.nbytes
+
+    @cached_property
+    def chunk_nbytes(self) -> int:
+        return math.prod(self.chunk_shape) * self.dtype.itemsize
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether some elements come from no tensor."""
+        covered = sum(math.prod(part.stop - part.start for part in piece.source) for piece in self.parameter.pieces)
+        return covered < math.prod(self.shape)
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        return tuple(n // c for n, c in zip(self.shape, self.chunk_shape, strict=True))
+
+    def chunks(self) -> Iterator[Chunk]:
+        """In grid order, the last axis fastest."""
+        return (Chunk(self, index) for index in itertools.product(*map(range, self.grid)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will write.
+
+    Attributes:
+      arrays: in the order they are written.
+      devices, scan, storage: of the request.
+    """
+
+    arrays: tuple[ArrayPlan, ...]
+    devices: int
+    scan: bool
+    storage: Storage
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    @cached_property
+    def largest_chunk(self) -> int:
+        return max((array.chunk_nbytes for array in self.arrays), default=0)
+
+
+def array_plan(parameter: Parameter, devices: int, storage: Storage) -> ArrayPlan:
+    """How one parameter is stored."""
+    leaf = Leaf(ROOT + parameter.path, parameter.shape, parameter.dtype, devices)
+    metadata = write_metadata(leaf, storage)
+    return ArrayPlan(
+        parameter,
+        leaf,
+        partition(parameter.shape, devices),
+        chunk_shape(metadata),
+        chunk_format(metadata, storage.zarr3),
+    )
+
+
+def make_plan(
+    parameters: list[Parameter],
+    positions: Mapping[str, int],
+    *,
+    devices: int,
+    scan: bool,
+    storage: Storage,
+) -> Plan:
+    """Plan the parameters over `devices` simulated devices.
+
+    Args:
+      positions: rank of every tensor in the order of the files, so that reading goes forward through them.
+    """
+    arrays = [array_plan(parameter, devices, storage) for parameter in parameters]
+    arrays.sort(key=lambda array: min((positions[piece.tensor] for piece in array.parameter.pieces), default=0))
+    return Plan(tuple(arrays), devices, scan, storage)

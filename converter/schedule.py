@@ -1,0 +1,107 @@
+"""In which groups chunks are written, so that memory stays within a budget and sources are read few times.
+
+Chunks of one group are filled in one walk over their sources, compressed side by side and committed together. A
+scanned array is cut across all of its layers, so each of its chunks needs a part of every row of every layer: the
+array's sources are walked once per group, from memory where the page cache holds them, from disk where not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from converter.plan import ArrayPlan, Chunk, Plan
+
+BASE_BYTES = 95_000_000
+"""Anonymous memory of the process before the first chunk: Python, JAX, Orbax, TensorStore."""
+
+DEVICE_BYTES = 120_000
+"""Anonymous memory that each simulated device adds."""
+
+_MIN_BATCH = 32 << 20
+
+_STORED_FRACTION = 0.8
+"""What zstd leaves of bfloat16 weights."""
+
+PROMISED_BYTES = 400_000_000
+PROMISED_CHUNKS = 2.5
+"""The promise: PROMISED_BYTES + PROMISED_CHUNKS x the largest chunk on two threads, half of it more per further thread."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A plan's chunks in groups.
+
+    Attributes:
+      budget: bytes of uncompressed chunks in a group; one chunk at least.
+      threads: how many threads fill, compress and write.
+    """
+
+    plan: Plan
+    budget: int
+    threads: int
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Chunk, ...], ...]:
+        return tuple(self._group())
+
+    def _group(self) -> Iterator[tuple[Chunk, ...]]:
+        group: list[Chunk] = []
+        size = 0
+        for array in self.plan.arrays:
+            for chunk in array.chunks():
+                if group and size + chunk.nbytes > self.budget:
+                    yield tuple(group)
+                    group, size = [], 0
+                group.append(chunk)
+                size += chunk.nbytes
+        if group:
+            yield tuple(group)
+
+    @property
+    def batch(self) -> int:
+        """Stored bytes to a transaction."""
+        return _batch(self.budget)
+
+    @property
+    def peak_memory(self) -> int:
+        """Predicted peak of anonymous memory, bytes."""
+        chunks = max(self.groups, key=lambda group: sum(chunk.nbytes for chunk in group), default=())
+        size = sum(chunk.nbytes for chunk in chunks)
+        return _process(self.plan.devices) + _peak(size, len(chunks), self.plan.largest_chunk, self.threads)
+
+    def passes(self, array: ArrayPlan) -> int:
+        """How often the array's sources are walked."""
+        return math.ceil(math.prod(array.grid) / max(1, self.budget // array.chunk_nbytes))
+
+
+def _process(devices: int) -> int:
+    return BASE_BYTES + DEVICE_BYTES * devices
+
+
+def _batch(budget: int) -> int:
+    """Stored bytes after which what was written is committed to the database."""
+    return max(_MIN_BATCH, budget // 4)
+
+
+def _peak(size: int, count: int, chunk: int, threads: int) -> int:
+    """Bytes for a group: its chunks, the compressed form of those at work, and two batches being committed."""
+    busy = min(count, threads) * chunk
+    return int(size + max(busy, _STORED_FRACTION * busy + 2 * _batch(size)))
+
+
+def default_budget(plan: Plan, threads: int, memory_limit: int) -> int:
+    """As many chunks in a group as the promise on memory allows, and no more than a quarter of the machine.
+
+    Args:
+      memory_limit: bytes this process may use.
+    """
+    chunk = max(1, plan.largest_chunk)
+    promised = PROMISED_BYTES + PROMISED_CHUNKS * chunk * max(1.0, threads / 2)
+    room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices)
+    count = 1
+    while _peak((count + 1) * chunk, count + 1, chunk, threads) <= room:
+        count += 1
+    return count * chunk
