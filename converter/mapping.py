@@ -164,9 +164,7 @@ def source_names(family: Family, config: Mapping[str, Any]) -> set[str]:
     names = {rule.source for rule in _rules(family, config, family.rules)}
     for stack in family.stacks:
         layers = range(int(config[stack.layers]) // stack.cycle)
-        names.update(
-            _source_name(stack, i, rule) for rule in _rules(family, config, stack.rules) for i in layers
-        )
+        names.update(_source_name(stack, i, rule) for rule in _rules(family, config, stack.rules) for i in layers)
     return names
 
 
@@ -233,14 +231,10 @@ def parameters(
 def _check(name: str, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> None:
     tensor = tensors.get(name)
     if tensor is None:
-        raise RequestError(
-            f"tensor {name} is missing from the repository; is it a complete checkpoint of this model?"
-        )
+        raise RequestError(f"tensor {name} is missing from the repository; is it a complete checkpoint of this model?")
     if tensor.dtype not in NUMPY_DTYPES:
         known = ", ".join(NUMPY_DTYPES)
         raise RequestError(f"tensor {name} has dtype {tensor.dtype}; only {known} can be converted")
     if tensor.shape != shape:
         hint = " (it looks transposed)" if tensor.shape == shape[::-1] else ""
-        raise RequestError(
-            f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}{hint}"
-        )
+        raise RequestError(f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}{hint}")

@@ -64,6 +64,11 @@ def usage() -> Usage:
     return Usage(fields["VmRSS"], fields["RssAnon"] + fields["RssShmem"])
 
 
+def process_age() -> float:
+    """Seconds since this process began."""
+    return max(0.0, time.time() - psutil.Process().create_time())
+
+
 def cgroup_peak() -> int | None:
     """The highest memory use of this process's cgroup, bytes, where the kernel tells (cgroup v1 and v2).
 
@@ -95,7 +100,8 @@ class Monitor:
     """Samples this process's memory in a thread of its own, at least every 50 ms, and keeps the peaks."""
 
     def __init__(self) -> None:
-        self._peak = usage()
+        self.current = usage()
+        self._peak = self.current
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
 
@@ -119,5 +125,5 @@ class Monitor:
             time.sleep(_SAMPLE_SECONDS)
 
     def _sample(self) -> None:
-        now = usage()
+        now = self.current = usage()
         self._peak = Usage(max(self._peak.resident, now.resident), max(self._peak.anonymous, now.anonymous))

@@ -79,6 +79,16 @@ class ArrayPlan:
         return math.prod(self.chunk_shape) * self.dtype.itemsize
 
     @cached_property
+    def strided(self) -> bool:
+        """Whether every chunk needs a part of all of the sources, so that each group of chunks reads them anew."""
+        return any(
+            size < extent and (extent == 1 or axis != piece.view.outer_axis)
+            for piece in self.parameter.pieces[:1]
+            for axis, (size, extent) in enumerate(zip(self.chunk_shape, self.shape, strict=True))
+            if len(self.parameter.pieces) == 1 or axis not in piece.view.stacked
+        )
+
+    @cached_property
     def padded(self) -> bool:
         """Whether some elements come from no tensor."""
         covered = sum(math.prod(part.stop - part.start for part in piece.source) for piece in self.parameter.pieces)

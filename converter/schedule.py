@@ -74,6 +74,8 @@ class Schedule:
 
     def passes(self, array: ArrayPlan) -> int:
         """How often the array's sources are walked."""
+        if not array.strided:
+            return 1
         return math.ceil(math.prod(array.grid) / max(1, self.budget // array.chunk_nbytes))
 
 

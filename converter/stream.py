@@ -70,9 +70,7 @@ class Writer:
                 batches.abort()
             raise
 
-    def _fill(
-        self, pool: ThreadPoolExecutor, group: tuple[Chunk, ...], *, backwards: bool
-    ) -> dict[Chunk, np.ndarray]:
+    def _fill(self, pool: ThreadPoolExecutor, group: tuple[Chunk, ...], *, backwards: bool) -> dict[Chunk, np.ndarray]:
         buffers = {chunk: _buffer(chunk) for chunk in group}
         tasks = list(_tasks(group))
         if backwards:
@@ -83,9 +81,7 @@ class Writer:
             if self.stop.is_set():
                 raise Stopped
             view = task.piece.view.of(self.read(task.piece.tensor))
-            copy_box(
-                buffers[task.chunk][task.target], view[task.source], task.chunk.array.parameter.steps
-            )
+            copy_box(buffers[task.chunk][task.target], view[task.source], task.chunk.array.parameter.steps)
 
         for _ in pool.map(fill, tasks):
             pass
@@ -107,9 +103,7 @@ class Writer:
             content = buffers.pop(chunk)
             if self.on_chunk is not None:
                 self.on_chunk(chunk, content)
-            value = chunk.array.format.encode(
-                content, workers if chunk.nbytes >= _PARALLEL_ZSTD_BYTES else 1
-            )
+            value = chunk.array.format.encode(content, workers if chunk.nbytes >= _PARALLEL_ZSTD_BYTES else 1)
             del content
             key, target, stored = chunk.array.format.key(chunk.index), stores[chunk.array.name], len(value)
             if batches is None:

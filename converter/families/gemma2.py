@@ -76,14 +76,10 @@ GEMMA2 = Family(
     },
     dims=DIMS,
     rules=(
-        Rule(
-            "token_embedder.embedding", "model.embed_tokens.weight", "v e -> v e", (Scale(embedding_scale),)
-        ),
+        Rule("token_embedder.embedding", "model.embed_tokens.weight", "v e -> v e", (Scale(embedding_scale),)),
         _norm("decoder.decoder_norm.scale", "model.norm.weight"),
     ),
-    stacks=(
-        Stack("decoder.layers", "model.layers.", (*_layer("local", 0), *_layer("global", 1)), cycle=2),
-    ),
+    stacks=(Stack("decoder.layers", "model.layers.", (*_layer("local", 0), *_layer("global", 1)), cycle=2),),
     equal={"lm_head.weight": "model.embed_tokens.weight"},
     # MaxText pads the vocabulary (configs/models/gemma2-*.yml).
     vocabulary={256000: 256128},

@@ -72,19 +72,11 @@ QWEN25 = Family(
     equal={"lm_head.weight": "model.embed_tokens.weight"},
     words=DENSE_WORDS,
     models={
-        "qwen2.5-0.5b": Model(
-            "Qwen/Qwen2.5-0.5B-Instruct", _config(896, 4864, 24, 14, 2, head_dim=64, tied=True)
-        ),
-        "qwen2.5-1.5b": Model(
-            "Qwen/Qwen2.5-1.5B-Instruct", _config(1536, 8960, 28, 12, 2, tied=True), "converter"
-        ),
+        "qwen2.5-0.5b": Model("Qwen/Qwen2.5-0.5B-Instruct", _config(896, 4864, 24, 14, 2, head_dim=64, tied=True)),
+        "qwen2.5-1.5b": Model("Qwen/Qwen2.5-1.5B-Instruct", _config(1536, 8960, 28, 12, 2, tied=True), "converter"),
         "qwen2.5-3b": Model("Qwen/Qwen2.5-3B-Instruct", _config(2048, 11008, 36, 16, 2, tied=True)),
-        "qwen2.5-7b": Model(
-            "Qwen/Qwen2.5-7B-Instruct", _config(3584, 18944, 28, 28, 4, vocab=152064), "converter"
-        ),
-        "qwen2.5-14b": Model(
-            "Qwen/Qwen2.5-14B-Instruct", _config(5120, 13824, 48, 40, 8, vocab=152064), "converter"
-        ),
+        "qwen2.5-7b": Model("Qwen/Qwen2.5-7B-Instruct", _config(3584, 18944, 28, 28, 4, vocab=152064), "converter"),
+        "qwen2.5-14b": Model("Qwen/Qwen2.5-14B-Instruct", _config(5120, 13824, 48, 40, 8, vocab=152064), "converter"),
         "qwen2.5-32b": Model("Qwen/Qwen2.5-32B-Instruct", _config(5120, 27648, 64, 40, 8, vocab=152064)),
         "qwen2.5-72b": Model("Qwen/Qwen2.5-72B-Instruct", _config(8192, 29568, 80, 64, 8, vocab=152064)),
     },

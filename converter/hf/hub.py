@@ -20,55 +20,83 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Download:
-    """A folder with a repository's files, the commit they are of, and the hub's sha256 of the large ones."""
+class Pinned:
+    """A repository on the hub at one commit.
 
-    root: Path
-    revision: str | None
+    Attributes:
+      repo: its id, org/name.
+      commit: None where the hub may not be asked and no revision was given.
+      files: the names of its files, empty where the hub may not be asked.
+      sha256: the hub's hashes of its large files.
+    """
+
+    repo: str
+    commit: str | None
+    files: tuple[str, ...]
     sha256: dict[str, str]
 
 
-def download(repo: str, *, revision: str | None, token: str | None) -> Download:
-    """Bring config.json, the index and the safetensors files of `repo` into the hub's cache.
-
-    The revision is pinned to a commit first, so that a branch that moves meanwhile cannot mix two states.
-    Transient failures are tried again; a file that was cut off is continued.
+def pin(repo: str, *, revision: str | None, token: str | None) -> Pinned:
+    """Ask the hub which commit a revision is, so that a branch that moves meanwhile cannot mix two states.
 
     Raises:
       RequestError: no such repository or revision, or no access to it (HTTP 401, 403, 404).
+      WorldError: the network or the hub failed.
+    """
+    _configure()
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    if constants.HF_HUB_OFFLINE:
+        root = _try(repo, revision, lambda: snapshot_download(repo, revision=revision, local_files_only=True))
+        return Pinned(repo, Path(root).name, (), {})
+    api = HfApi(token=token or False)
+    info = _try(repo, revision, lambda: api.model_info(repo, revision=revision, files_metadata=True, timeout=30))
+    siblings = info.siblings or []
+    return Pinned(
+        repo,
+        info.sha,
+        tuple(file.rfilename for file in siblings),
+        {file.rfilename: file.lfs.sha256 for file in siblings if file.lfs},
+    )
+
+
+def download(pinned: Pinned, token: str | None) -> Path:
+    """Bring config.json, the index and the weights into the hub's cache; the folder they are in.
+
+    Transient failures are tried again; a file that was cut off is continued.
+
+    Raises:
+      RequestError: the repository has no safetensors weights.
       WorldError: the network or the hub failed, or the disk is full.
     """
+    from huggingface_hub import snapshot_download
+
+    def fetch(names: list[str]) -> Path:
+        return Path(
+            _try(
+                pinned.repo,
+                pinned.commit,
+                lambda: snapshot_download(
+                    pinned.repo, revision=pinned.commit, token=token or False, allow_patterns=names
+                ),
+            )
+        )
+
+    if not pinned.files:
+        return fetch([CONFIG, INDEX, "*.safetensors"])
+    described = [name for name in (CONFIG, INDEX) if name in pinned.files]
+    root = fetch(described)
+    return fetch([*described, *weight_files(root, pinned.files, pinned.repo)])
+
+
+def _configure() -> None:
+    """Set huggingface_hub up before it is first imported."""
     if "HF_ENDPOINT" in os.environ:
         os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-    from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     if not os.isatty(2):
         disable_progress_bars()
-    access: str | bool = token or False
-    commit, sha256, names = revision, {}, [CONFIG, INDEX, "*.safetensors"]
-
-    def fetch(files: list[str]) -> Path:
-        return Path(
-            _try(
-                repo,
-                revision,
-                lambda: snapshot_download(repo, revision=commit, token=access, allow_patterns=files),
-            )
-        )
-
-    if constants.HF_HUB_OFFLINE:
-        return Download(fetch(names), commit, sha256)
-    api = HfApi(token=access)
-    info = _try(
-        repo, revision, lambda: api.model_info(repo, revision=revision, files_metadata=True, timeout=30)
-    )
-    commit = info.sha
-    siblings = {file.rfilename: file for file in info.siblings or []}
-    root = fetch([name for name in (CONFIG, INDEX) if name in siblings])
-    weights = weight_files(root, siblings, repo)
-    sha256 = {name: file.lfs.sha256 for name, file in siblings.items() if name in weights and file.lfs}
-    return Download(fetch([name for name in (CONFIG, INDEX, *weights) if name in siblings]), commit, sha256)
 
 
 def _try(repo: str, revision: str | None, call: Callable[[], T]) -> T:

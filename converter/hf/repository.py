@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from converter.errors import RequestError, WorldError
-from converter.hf.files import INDEX, read_json, weight_files, weight_map
-from converter.hf.hub import Download, download
+from converter.hf.files import CONFIG, INDEX, read_json, weight_files, weight_map
+from converter.hf.hub import Pinned, download, pin
 from converter.hf.safetensors import StoredTensor, read_header
 
 NUMPY_DTYPES = {
@@ -67,6 +67,11 @@ class Repository:
         mapped = self._map(tensor.file)
         return np.frombuffer(mapped, dtype, count, tensor.offset).reshape(tensor.shape)
 
+    def positions(self) -> dict[str, int]:
+        """The rank of every tensor in the order in which the files hold them."""
+        ordered = sorted(self.tensors, key=lambda name: (self.tensors[name].file, self.tensors[name].offset))
+        return {name: rank for rank, name in enumerate(ordered)}
+
     def _map(self, path: Path) -> mmap.mmap:
         mapped = self._maps.get(path)
         if mapped is None:
@@ -79,36 +84,79 @@ class Repository:
         return mapped
 
 
-def open_repository(location: str, *, revision: str | None, token: str | None) -> Repository:
-    """Open a local folder or a hub id; the latter is downloaded to the hub's cache first.
+@dataclass(frozen=True)
+class Source:
+    """A repository that was found, its content pinned but perhaps not here yet.
+
+    Attributes:
+      name: as the user gave it.
+      root: the folder its files are in, None while it is only on the hub.
+      pinned: the commit on the hub, None for a folder.
+      identity: what its content is known by; equal for equal content.
+    """
+
+    name: str
+    root: Path | None
+    pinned: Pinned | None
+    identity: Mapping[str, Any]
+
+    def fetch(self, token: str | None) -> Source:
+        """The same with its files here: downloads what the hub's cache lacks."""
+        if self.root is not None or self.pinned is None:
+            return self
+        return replace(self, root=download(self.pinned, token))
+
+
+def locate(location: str, *, revision: str | None, token: str | None) -> Source:
+    """Find a local folder or a hub id, without reading or downloading weights.
 
     Raises:
-      RequestError: there is no such repository, or it is not a complete safetensors checkpoint.
-      WorldError: the disk, the network or the hub failed.
+      RequestError: there is no such repository.
+      WorldError: the network or the hub failed.
     """
     folder = Path(location).expanduser()
     if folder.is_dir():
-        fetched = Download(folder, None, {})
-    elif folder.exists():
+        return Source(location, folder, None, _identity(folder))
+    if folder.exists():
         raise RequestError(f"{location} is a file; give the folder that holds config.json and the weights")
-    elif _HUB_ID.fullmatch(location):
-        fetched = download(location, revision=revision, token=token)
-    else:
-        raise RequestError(
-            f"no such folder: {location} (and it has not the form org/name of a repository on the hub)"
-        )
-    root = fetched.root
-    config = read_json(root / "config.json", f"{location} has no config.json; is it a model repository?")
+    if not _HUB_ID.fullmatch(location):
+        raise RequestError(f"no such folder: {location} (and it has not the form org/name of a repository on the hub)")
+    pinned = pin(location, revision=revision, token=token)
+    return Source(location, None, pinned, {"repository": location, "revision": pinned.commit})
+
+
+def _identity(folder: Path) -> dict[str, Any]:
+    """Names, sizes and times of the files a conversion reads; the folder's own path does not matter."""
+    stats = {
+        path.name: path.stat()
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".json", ".safetensors") and path.is_file()
+    }
+    return {"files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}}
+
+
+def open_repository(source: Source) -> Repository:
+    """Read config.json, the index and every header of a fetched source.
+
+    Raises:
+      RequestError: it is not a complete safetensors checkpoint.
+      WorldError: it cannot be read.
+    """
+    root, location = source.root, source.name
+    assert root is not None, "fetch the source first"
+    config = read_json(root / CONFIG, f"{location} has no {CONFIG}; is it a model repository?")
     names = weight_files(root, [path.name for path in root.iterdir()], location)
     tensors: dict[str, StoredTensor] = {}
     for name in names:
         for tensor, stored in read_header(root / name).items():
             if tensor in tensors:
-                raise RequestError(f"tensor {tensor} is both in {tensors[tensor].file.name} and in {name}")
+                raise RequestError(f"tensor {tensor[:200]} is both in {tensors[tensor].file.name} and in {name}")
             tensors[tensor] = stored
     _check_index(root, tensors)
-    files = tuple(SourceFile(name, (root / name).stat().st_size, fetched.sha256.get(name)) for name in names)
-    return Repository(location, fetched.revision, root, config, files, tensors)
+    sha256 = source.pinned.sha256 if source.pinned else {}
+    files = tuple(SourceFile(name, (root / name).stat().st_size, sha256.get(name)) for name in names)
+    revision = source.pinned.commit if source.pinned else None
+    return Repository(location, revision, root, config, files, tensors)
 
 
 def _check_index(root: Path, tensors: Mapping[str, StoredTensor]) -> None:

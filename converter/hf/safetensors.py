@@ -119,13 +119,10 @@ def _check_coverage(path: Path, tensors: dict[str, StoredTensor], data_start: in
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != position:
             raise RequestError(
-                f"{path} has a broken safetensors header: "
-                f"tensor {name[:200]!r} leaves a hole or overlaps another"
+                f"{path} has a broken safetensors header: tensor {name[:200]!r} leaves a hole or overlaps another"
             )
         position += tensor.nbytes
     if position > size:
-        raise RequestError(
-            f"{path} is truncated: {size} bytes, its header asks for {position}; download it again"
-        )
+        raise RequestError(f"{path} is truncated: {size} bytes, its header asks for {position}; download it again")
     if position < size:
         raise RequestError(f"{path} has {size - position} bytes after its last tensor; download it again")

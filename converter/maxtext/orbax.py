@@ -150,9 +150,7 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
     ) -> Sequence[future.Future]:
         saves = args or [types.SaveArgs()] * len(values)
         return [
-            future.CommitFutureAwaitingContractedSignals(
-                self._serialize(values, infos, saves), name="streamed_arrays"
-            )
+            future.CommitFutureAwaitingContractedSignals(self._serialize(values, infos, saves), name="streamed_arrays")
         ]
 
     async def _serialize(
@@ -181,16 +179,12 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
                 use_ocdbt=ocdbt,
                 process_index=ocdbt_utils.get_process_index_for_subdir(ocdbt),
             )
-            array = await ts.open(
-                ts.Spec(spec.json), create=True, open=True, context=context, transaction=transaction
-            )
+            array = await ts.open(ts.Spec(spec.json), create=True, open=True, context=context, transaction=transaction)
             created.append((leaf, spec.json["metadata"], array.kvstore))
             metadatas.append(spec.metadata)
         if transaction is not None:
             await transaction.commit_async()
-        opened = [
-            OpenArray(leaf, metadata, store.with_transaction(None)) for leaf, metadata, store in created
-        ]
+        opened = [OpenArray(leaf, metadata, store.with_transaction(None)) for leaf, metadata, store in created]
         if sharded:
             await array_metadata_store.Store().write(
                 checkpoint_dir=infos[0].parent_dir, array_metadatas=metadatas, process_index=0
@@ -218,7 +212,8 @@ def save(
     """
     sharded = bool(leaves) and leaves[0].device_count > 1
     registry = type_handler_registry.create_type_handler_registry(
-        (int, type_handlers.ScalarHandler()), (Leaf, _StreamedHandler("jax.Array" if sharded else "np.ndarray", write))
+        (int, type_handlers.ScalarHandler()),
+        (Leaf, _StreamedHandler("jax.Array" if sharded else "np.ndarray", write)),
     )
     params: dict[str, Any] = {}
     for leaf in leaves:
@@ -241,13 +236,8 @@ def save(
     checkpointer.save(
         epath.Path(directory),
         args=ocp.args.Composite(
-            **{
-                ITEM: ocp.args.PyTreeSave(
-                    item=tree, save_args=save_args, ocdbt_target_data_file_size=DATA_FILE_BYTES
-                )
-            }
+            **{ITEM: ocp.args.PyTreeSave(item=tree, save_args=save_args, ocdbt_target_data_file_size=DATA_FILE_BYTES)}
         ),
         custom_metadata=dict(custom_metadata),
     )
     checkpointer.close()
-

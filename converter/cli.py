@@ -1,0 +1,175 @@
+"""The command line: `python -m converter <command>`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from converter import __version__, memory
+from converter.errors import ConverterError, RequestError, Terminated
+from converter.words import OPTIONS, suggest
+
+log = logging.getLogger("converter")
+
+_USAGE = """\
+usage: python -m converter <command> ...
+
+commands:
+  to-maxtext   convert a Hugging Face checkpoint to a MaxText checkpoint
+  inspect      list the arrays of a checkpoint
+  verify       compare a checkpoint with the repository it was made from
+  models       list the models that can be converted
+
+`python -m converter <command> --help` tells more."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "to-maxtext": to_maxtext,
+        "inspect": inspect,
+        "verify": verify,
+        "models": models,
+    }
+    if arguments and arguments[0] == "--version":
+        print(__version__)
+        return 0
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_USAGE)
+        return 0 if arguments else 2
+    command = arguments[0].replace("_", "-")
+    if command not in commands:
+        print(f"converter: error: unknown command {arguments[0]!r}{suggest(command, commands)}", file=sys.stderr)
+        return 2
+    return commands[command](arguments[1:])
+
+
+def to_maxtext(argv: list[str]) -> int:
+    """`to-maxtext`: the drop-in for MaxText's converter."""
+    if any(word in ("-h", "--help") for word in argv):
+        print("usage: python -m converter.to_maxtext [.../base.yml] key=value ... --flag=value ...\n")
+        for name, option in OPTIONS.items():
+            shown = f"--{name}" if option.own else name
+            print(f"  {shown:32} {option.help}")
+        return 0
+    from converter.run import run_conversion
+
+    return _guarded(lambda: run_conversion(argv))
+
+
+def inspect(argv: list[str]) -> int:
+    """`inspect`: what a checkpoint holds."""
+    parser = _parser("inspect", "List every array of an Orbax checkpoint without loading data.")
+    parser.add_argument("path", help="the checkpoint: its base directory, step or items directory")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+
+    def run() -> int:
+        from converter.inspection import describe, show
+
+        description = describe(Path(options.path))
+        print(json.dumps(description.entry(), indent=1) if options.json else show(description))
+        return 0
+
+    return _guarded(run)
+
+
+def verify(argv: list[str]) -> int:
+    """`verify`: a checkpoint against its source."""
+    parser = _parser("verify", "Read every array back and compare it bit by bit with the Hugging Face repository.")
+    parser.add_argument("path", help="the checkpoint: its base directory, step or items directory")
+    parser.add_argument("--source", required=True, help="local folder or hub id it was made from")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--model_name", help="needed where neither the checkpoint nor config.json tell")
+    parser.add_argument("--threads", type=int, help="default: one per CPU")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+
+    def run() -> int:
+        from converter.verification import run_verification
+
+        return run_verification(
+            Path(options.path),
+            source=options.source,
+            revision=options.revision,
+            model_name=options.model_name,
+            threads=options.threads,
+            as_json=options.json,
+        )
+
+    return _guarded(run)
+
+
+def models(argv: list[str]) -> int:
+    """`models`: what can be converted."""
+    parser = _parser("models", "List the models that can be converted.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+
+    def run() -> int:
+        from converter.listing import entries, show
+
+        print(json.dumps(entries(), indent=1) if options.json else show())
+        return 0
+
+    return _guarded(run)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(f"{message}; see python -m {self.prog} --help")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
+        try:
+            return super().parse_args(args, namespace)
+        except RequestError as error:
+            print(f"converter: error: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
+
+
+def _parser(command: str, description: str) -> _Parser:
+    return _Parser(prog=f"converter {command}", description=description, allow_abbrev=False)
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    """Run, turning every way to fail into one line on stderr and an exit code."""
+    memory.configure()
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers = [logging.StreamHandler(sys.stderr)]
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return run()
+    except ConverterError as error:
+        print(f"converter: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except Terminated as error:
+        print("converter: ended by SIGTERM; nothing partial was kept", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("converter: interrupted; nothing partial was kept", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        print(f"converter: error: this is a bug: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    # Once is enough: what cleans up must not be interrupted by an impatient second signal.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated

@@ -1,0 +1,130 @@
+"""Hold a repository against a request: is it this model, which sizes does the target get, is every tensor accounted for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from converter.errors import RequestError
+from converter.hf.repository import Repository
+from converter.mapping import Geometry, source_names
+from converter.request import Request
+from converter.rules import Family
+from converter.words import parse_bool, parse_count
+
+_COMPARE_BYTES = 4 << 20
+
+
+def make_geometry(request: Request, config: Mapping[str, Any]) -> Geometry:
+    """The sizes of the conversion, from config.json and the words that change or confirm them.
+
+    Raises:
+      RequestError: config.json is of another architecture, lacks a size, or disagrees with a word.
+    """
+    family = request.family
+    filled = check_architecture(family, request.model_name, config)
+    layers = _layers(request, filled)
+    for word, text in request.geometry.items():
+        _check_word(word, text, filled[family.words[word]])
+    vocab_size = request.vocab_size or family.vocabulary.get(filled["vocab_size"], filled["vocab_size"])
+    return Geometry(filled, vocab_size, layers)
+
+
+def check_architecture(family: Family, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the family's defaults, once it is known to be of that family.
+
+    Raises:
+      RequestError: it is not, or a size is missing or no positive whole number.
+    """
+    architectures = config.get("architectures") or []
+    model_type = config.get("model_type")
+    if not isinstance(architectures, list) or (
+        not set(map(str, architectures)) & set(family.architectures)
+        if architectures
+        else model_type != family.model_type
+    ):
+        found = ", ".join(map(str, architectures)) if isinstance(architectures, list) and architectures else model_type
+        raise RequestError(
+            f"config.json describes {found or 'no architecture'}, but {name} is {family.architectures[0]}"
+        )
+    if "quantization_config" in config and config["quantization_config"] is not None:
+        method = config["quantization_config"]
+        method = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
+        raise RequestError(f"the repository is quantised ({method}); use one that is not")
+    sizes = {*family.dims.values(), *(stack.layers for stack in family.stacks)}
+    for key in ("hidden_size", "num_attention_heads"):
+        _check_size(key, config.get(key))
+    filled = family.fill(config)
+    for key in sizes:
+        _check_size(key, filled.get(key))
+    return filled
+
+
+def _check_size(key: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        raise RequestError(f"config.json gives no usable {key}: {value!r}")
+
+
+def _layers(request: Request, config: Mapping[str, Any]) -> int:
+    """How many of the repository's layers are converted."""
+    (stack,) = request.family.stacks
+    layers = int(config[stack.layers])
+    if layers % stack.cycle:
+        raise RequestError(f"config.json has {layers} layers; MaxText holds this model in groups of {stack.cycle}")
+    if request.maxtext_layers is None:
+        return layers
+    if request.maxtext_layers > layers // stack.cycle:
+        raise RequestError(
+            f"base_num_decoder_layers={request.maxtext_layers}, but the repository has {layers // stack.cycle}"
+            + (f" (MaxText counts groups of {stack.cycle} layers)" if stack.cycle > 1 else "")
+        )
+    return request.maxtext_layers * stack.cycle
+
+
+def _check_word(word: str, text: str, actual: object) -> None:
+    try:
+        given: object = parse_bool(text) if isinstance(actual, bool) else parse_count(text)
+    except ValueError as error:
+        raise RequestError(f"{word}={text}: {error}") from None
+    if given != actual:
+        raise RequestError(f"{word}={text}, but config.json says {str(actual).lower()}; drop the word")
+
+
+def check_tensors(family: Family, geometry: Geometry, repository: Repository) -> None:
+    """Every tensor of the repository must be used, known to be harmless, or equal to one that is used.
+
+    Raises:
+      RequestError: one is none of these.
+    """
+    used = source_names(family, geometry.config)
+    unused = sorted(set(repository.tensors) - used)
+    for name in unused:
+        twin = family.equal.get(name)
+        if twin is not None and twin in repository.tensors:
+            _check_equal(repository, name, twin)
+        elif not any(re.fullmatch(pattern, name) for pattern in family.ignored):
+            more = len(unused) - 1
+            also = f" (and {more} more)" if more else ""
+            raise RequestError(
+                f"tensor {name[:200]}{also} of the repository has no place in {family.name}; is it another model?"
+            )
+
+
+def _check_equal(repository: Repository, name: str, twin: str) -> None:
+    first, second = repository.tensors[name], repository.tensors[twin]
+    equal = first.dtype == second.dtype and first.shape == second.shape
+    if equal:
+        left = repository.array(name).reshape(-1).view(np.uint8)
+        right = repository.array(twin).reshape(-1).view(np.uint8)
+        equal = all(
+            np.array_equal(left[i : i + _COMPARE_BYTES], right[i : i + _COMPARE_BYTES])
+            for i in range(0, left.size, _COMPARE_BYTES)
+        )
+    if not equal:
+        raise RequestError(
+            f"config.json says that {name} is tied to {twin}, but the repository has both and they differ; "
+            "set tie_word_embeddings to false in config.json if they are meant to"
+        )

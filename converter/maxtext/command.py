@@ -1,0 +1,58 @@
+"""The command that loads a converted checkpoint in MaxText."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from converter.mapping import Geometry
+from converter.maxtext.orbax import ITEM
+from converter.request import Request
+from converter.rules import Config, Family
+
+
+def load_command(request: Request, geometry: Geometry) -> str:
+    """A training command that starts from the checkpoint; geometry that MaxText would not know is spelled out."""
+    family, name = request.family, request.model_name
+    words = {
+        "model_name": name,
+        "load_parameters_path": str(Path(request.step) / ITEM),
+        "base_output_directory": str(request.output) + "-training",
+        "run_name": f"{request.run_name}-training",
+        "scan_layers": str(request.scan).lower(),
+    }
+    if not request.ocdbt:
+        words["checkpoint_storage_use_ocdbt"] = "false"
+    if not request.zarr3:
+        words["checkpoint_storage_use_zarr3"] = "false"
+    if request.scan and request.scan_axis != 1:
+        words["param_scan_axis"] = str(request.scan_axis)
+    if family.rope_type != "default" and not name.startswith(family.rope_type):
+        words["rope_type"] = family.rope_type
+    actual = _geometry_words(family, geometry.config, geometry.vocab_size, geometry.layers)
+    known = {
+        known: {word: value for word, value in actual.items() if value != stock[word]}
+        for known, model in family.models.items()
+        if model.maxtext
+        for stock in [_stock_words(family, known)]
+    }
+    if name not in known:
+        words["model_name"] = min(known, key=lambda candidate: len(known[candidate]))
+    if differing := known[words["model_name"]]:
+        words |= {"override_model_config": "true", **differing}
+    parts = ["python3", "-m", "maxtext.trainers.pre_train.train", "maxtext/configs/base.yml"]
+    return shlex.join([*parts, *(f"{word}={value}" for word, value in words.items())])
+
+
+def _stock_words(family: Family, name: str) -> dict[str, str]:
+    """The geometry MaxText has under a name."""
+    config = family.fill(family.models[name].config)
+    vocabulary = config["vocab_size"]
+    layers = sum(config[stack.layers] for stack in family.stacks)
+    return _geometry_words(family, config, family.vocabulary.get(vocabulary, vocabulary), layers)
+
+
+def _geometry_words(family: Family, config: Config, vocab_size: int, layers: int) -> dict[str, str]:
+    (stack,) = family.stacks
+    words = {word: str(config[key]).lower() for word, key in family.words.items()}
+    return words | {"vocab_size": str(vocab_size), "base_num_decoder_layers": str(layers // stack.cycle)}

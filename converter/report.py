@@ -1,0 +1,173 @@
+"""What a run leaves for programs: the JSON report, the termination message, the record in the checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import converter
+from converter.hf.repository import Repository
+from converter.memory import Usage, cgroup_peak
+from converter.plan import Chunk, Plan
+from converter.request import Request
+
+VERSION = 1
+"""Of the report's, the record's and the message's format."""
+
+MESSAGE_BYTES = 4096
+"""Kubernetes keeps no more of a termination message."""
+
+
+class Digests:
+    """A digest per array: sha256 over the sha256 digests (32 bytes each) of its stored chunks in grid order.
+
+    `add` may be called from any thread; the chunks' content is C-ordered and little-endian.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: dict[str, dict[tuple[int, ...], bytes]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, chunk: Chunk, content: np.ndarray) -> None:
+        digest = hashlib.sha256(content.reshape(-1).view(np.uint8)).digest()
+        with self._lock:
+            self._chunks.setdefault(chunk.array.name, {})[chunk.index] = digest
+
+    def of(self, name: str) -> str:
+        """The digest of an array all of whose chunks were added."""
+        chunks = self._chunks[name]
+        return hashlib.sha256(b"".join(chunks[index] for index in sorted(chunks))).hexdigest()
+
+
+def source_entry(repository: Repository) -> dict[str, Any]:
+    """Which repository was read, file by file."""
+    return {
+        "repository": repository.name,
+        "revision": repository.revision,
+        "files": [{"name": file.name, "bytes": file.size, "sha256": file.sha256} for file in repository.files],
+    }
+
+
+def request_entry(request: Request) -> dict[str, Any]:
+    """The request, without its token."""
+    return {"model_name": request.model_name, "output": str(request.output), **request.content()}
+
+
+def versions() -> dict[str, str]:
+    """Of this converter and of the libraries that shape its result."""
+    libraries = ("jax", "orbax-checkpoint", "tensorstore", "numpy", "ml_dtypes")
+    return {"converter": converter.__version__, **{name: metadata.version(name) for name in libraries}}
+
+
+def record(request: Request, repository: Repository, fingerprint: str) -> bytes:
+    """The file that a checkpoint carries about its own making."""
+    return _json(
+        {
+            "version": VERSION,
+            "fingerprint": fingerprint,
+            "request": request_entry(request),
+            "source": source_entry(repository),
+            "versions": versions(),
+        }
+    )
+
+
+def report(
+    request: Request,
+    repository: Repository,
+    plan: Plan,
+    *,
+    fingerprint: str,
+    digests: Digests,
+    stored_bytes: int,
+    seconds: Mapping[str, float],
+    peak: Usage,
+) -> bytes:
+    """The JSON report of a finished conversion."""
+    return _json(
+        {
+            "version": VERSION,
+            "fingerprint": fingerprint,
+            "request": request_entry(request),
+            "source": source_entry(repository),
+            "versions": versions(),
+            "bytes": {"arrays": plan.nbytes, "stored": stored_bytes},
+            "seconds": {name: round(value, 3) for name, value in seconds.items()},
+            "peak_memory_bytes": memory_entry(peak),
+            "digest": "sha256 of the concatenated sha256 digests of the stored chunks in grid order",
+            "arrays": [
+                {
+                    "name": array.name,
+                    "shape": list(array.shape),
+                    "dtype": array.dtype.name,
+                    "chunk_shape": list(array.chunk_shape),
+                    "grid": list(array.grid),
+                    "digest": digests.of(array.name),
+                }
+                for array in sorted(plan.arrays, key=lambda array: array.name)
+            ],
+        }
+    )
+
+
+def memory_entry(peak: Usage) -> dict[str, int | None]:
+    """Peak memory in bytes, by what it counts."""
+    return {"resident": peak.resident, "anonymous_and_shared": peak.anonymous, "cgroup": cgroup_peak()}
+
+
+def termination_message(
+    *,
+    exit_code: int,
+    error: str | None,
+    seconds: float,
+    nbytes: int,
+    peak: Usage,
+    output: str | None,
+    result: str,
+) -> bytes:
+    """A run's end in at most `MESSAGE_BYTES` bytes of JSON.
+
+    Args:
+      result: converted, skipped, planned or failed.
+    """
+    message: dict[str, Any] = {
+        "version": VERSION,
+        "result": result,
+        "exit_code": exit_code,
+        "error": error,
+        "seconds": round(seconds, 3),
+        "bytes": nbytes,
+        "peak_memory_bytes": memory_entry(peak),
+        "output": output,
+    }
+    for key in ("error", "output"):
+        over = len(_json(message)) - MESSAGE_BYTES
+        if over > 0 and message[key]:
+            # A character may take six bytes in JSON.
+            message[key] = message[key][: max(0, (len(json.dumps(message[key])) - over) // 6 - 4)] + "..."
+    return _json(message)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all; a device or pipe is written as it is."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=True) + "\n").encode()

@@ -1,0 +1,234 @@
+"""What a conversion is asked to do: the words of the command line, checked and made concrete."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from converter.errors import RequestError
+from converter.families import MODELS
+from converter.maxtext.devices import MAX_DEVICES
+from converter.rules import Family, Model
+from converter.words import MAXTEXT_VERSION, Words, parse_bool, suggest
+
+FORMAT = 1
+"""Version of what is written for one request; part of its fingerprint."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One conversion.
+
+    Attributes:
+      model_name: the name it was asked for by.
+      source: local folder or hub id.
+      revision: hub revision, None for the default branch or a folder.
+      token: for the hub.
+      output: the directory that gets `0/items`.
+      scan, scan_axis: whether layers are stacked, and on which axis.
+      devices: simulated devices.
+      save_dtype: numpy name of the dtype for parameters whose rule fixes none.
+      ocdbt, zarr3, compression, chunk_bytes: storage.
+      vocab_size: rows of the target's vocabulary, None for the family's own choice.
+      maxtext_layers: decoder layers as MaxText counts them, None for all.
+      geometry: MaxText's other geometry words, to be held against config.json.
+      memory_budget: bytes of chunks in flight, None for the default.
+      threads: that fill, compress and write.
+      if_exists: refuse, skip or overwrite.
+      notes: what of the command line had no effect, a line each.
+    """
+
+    model_name: str
+    source: str
+    revision: str | None
+    token: str | None = field(repr=False)
+    output: Path
+    run_name: str
+    scan: bool
+    scan_axis: int
+    devices: int
+    save_dtype: str
+    ocdbt: bool
+    zarr3: bool
+    compression: bool
+    chunk_bytes: int
+    vocab_size: int | None
+    maxtext_layers: int | None
+    geometry: Mapping[str, str]
+    memory_budget: int | None
+    threads: int
+    if_exists: str
+    dry_run: bool
+    report: Path | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def family(self) -> Family:
+        return MODELS[self.model_name]
+
+    @property
+    def model(self) -> Model:
+        return self.family.models[self.model_name]
+
+    @property
+    def step(self) -> Path:
+        """The checkpoint's directory."""
+        return self.output / "0"
+
+    def content(self) -> dict[str, Any]:
+        """What decides the bytes that are written, apart from the source."""
+        return {
+            "format": FORMAT,
+            "family": self.family.name,
+            "scan_layers": self.scan,
+            "param_scan_axis": self.scan_axis,
+            "simulated_cpu_devices_count": self.devices,
+            "save_dtype": self.save_dtype,
+            "checkpoint_storage_use_ocdbt": self.ocdbt,
+            "checkpoint_storage_use_zarr3": self.zarr3,
+            "compression": self.compression,
+            "chunk_byte_size": self.chunk_bytes,
+            "vocab_size": self.vocab_size,
+            "base_num_decoder_layers": self.maxtext_layers,
+        }
+
+    def fingerprint(self, source: Mapping[str, Any]) -> str:
+        """Equal for requests that write the same bytes from the same source.
+
+        Args:
+          source: the identity of the source.
+        """
+        text = json.dumps({"request": self.content(), "source": source}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def make_request(words: Words) -> Request:
+    """Check the words and make a request of them.
+
+    Raises:
+      RequestError: what is asked cannot be done.
+    """
+    values = words.values
+    name = values["model_name"]
+    if not name:
+        raise RequestError("model_name is missing; `python -m converter models` lists the names")
+    if name not in MODELS:
+        raise RequestError(
+            f"unknown model_name {name!r}{suggest(name, MODELS)}; `python -m converter models` lists them all"
+        )
+    family = MODELS[name]
+    _check_environment(values)
+    notes = _check_others(words, family)
+    if values["use_multimodal"]:
+        raise RequestError(f"{name} has no vision tower: drop use_multimodal=true")
+    if values["save_dtype"] == "float8_e4m3fn":
+        raise RequestError("save_dtype=float8_e4m3fn is not supported yet; give bfloat16 or float32")
+    devices = values["simulated_cpu_devices_count"]
+    if not 1 <= devices <= MAX_DEVICES:
+        raise RequestError(f"simulated_cpu_devices_count={devices} is not within 1 to {MAX_DEVICES}")
+    for key, least in (
+        ("vocab_size", 1),
+        ("base_num_decoder_layers", 1),
+        ("threads", 1),
+        ("param_scan_axis", 0),
+    ):
+        if values[key] is not None and values[key] < least:
+            raise RequestError(f"{key}={values[key]} is below {least}")
+    if values["param_scan_axis"] > 1:
+        raise RequestError("param_scan_axis must be 0 or 1: some parameters have no further axis")
+    if words.given & {"lazy_load_tensors", "eager_load_method"}:
+        notes.append("lazy_load_tensors and eager_load_method have no effect: reading is streamed instead")
+    if "hf_access_token" in words.given:
+        notes.append("hf_access_token on a command line can be read by others; set HF_TOKEN instead")
+    run_name = values["run_name"] or os.environ.get("JOBSET_NAME") or _default_run_name(name)
+    output = _local_path("base_output_directory", values["base_output_directory"] or f"tmp/{run_name}")
+    return Request(
+        model_name=name,
+        source=values["hf_model_path"] or family.models[name].hub,
+        revision=values["revision"],
+        token=values["hf_access_token"] or os.environ.get("HF_TOKEN") or None,
+        output=output,
+        run_name=run_name,
+        scan=values["scan_layers"],
+        scan_axis=values["param_scan_axis"],
+        devices=devices,
+        save_dtype=values["save_dtype"],
+        ocdbt=values["checkpoint_storage_use_ocdbt"],
+        zarr3=values["checkpoint_storage_use_zarr3"],
+        compression=values["compression"] == "zstd",
+        chunk_bytes=values["chunk_byte_size"],
+        vocab_size=values["vocab_size"],
+        maxtext_layers=values["base_num_decoder_layers"],
+        geometry={key: text for key, text in words.others.items() if key in family.words},
+        memory_budget=values["memory_budget"],
+        threads=values["threads"] or len(os.sched_getaffinity(0)),
+        if_exists=values["if_exists"],
+        dry_run=values["dry_run"],
+        report=_local_path("report", values["report"]) if values["report"] else None,
+        notes=tuple(notes),
+    )
+
+
+def _default_run_name(model_name: str) -> str:
+    """MaxText's default (configs/types.py)."""
+    return f"{model_name}_{datetime.datetime.now():%Y-%m-%d-%H-%M}"
+
+
+def _local_path(key: str, text: str) -> Path:
+    if "://" in text:
+        raise RequestError(f"{key}={text}: only local paths can be written yet")
+    return Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - `..` without following links
+
+
+def _check_environment(values: Mapping[str, Any]) -> None:
+    if values["hardware"] != "cpu":
+        raise RequestError(f"hardware={values['hardware']}: this converter runs on CPUs; give hardware=cpu or nothing")
+    if not values["skip_jax_distributed_system"]:
+        raise RequestError(
+            "skip_jax_distributed_system=False: this converter runs in one process; give True or nothing"
+        )
+
+
+_MUST_BE_FALSE = ("fused_qkv", "fused_mlp", "use_audio", "share_kv_projections")
+"""MaxText's words that, when true, would give the model other parameters than its converter writes."""
+
+_MUST_BE_EMPTY = {
+    "load_parameters_path": "adapters cannot be merged yet",
+    "hf_lora_adapter_path": "adapters cannot be converted yet",
+    "quantization": "only unquantised parameters are written",
+}
+
+
+def _check_others(words: Words, family: Family) -> list[str]:
+    """Refuse MaxText's words that would change the result in ways not supported; name the ones without effect."""
+    unused = []
+    for key, text in words.others.items():
+        if key in family.words:
+            continue
+        if key in _MUST_BE_EMPTY and text not in ("", "''", '""', "null", "None"):
+            raise RequestError(f"{key}={text}: {_MUST_BE_EMPTY[key]}")
+        if key in _MUST_BE_FALSE and _boolean(key, text):
+            raise RequestError(f"{key}={text} gives the model other parameters than a conversion writes; drop it")
+        if key == "decoder_block" and text != family.decoder_block:
+            raise RequestError(f"decoder_block={text}: this model's is {family.decoder_block}")
+        if key == "rope_type" and text != family.rope_type:
+            raise RequestError(
+                f"rope_type={text}: query and key of this model are laid out for rope_type={family.rope_type}"
+            )
+        unused.append(key)
+    if not unused:
+        return []
+    return [f"known to MaxText {MAXTEXT_VERSION}, without effect on a conversion: {', '.join(sorted(unused))}"]
+
+
+def _boolean(key: str, text: str) -> bool:
+    try:
+        return parse_bool(text)
+    except ValueError as error:
+        raise RequestError(f"{key}={text}: {error}") from None
