@@ -502,7 +502,7 @@ def _camel(name: str) -> str:
 
 def _refuse_unknown(raw: Mapping[str, Any], known: set[str]) -> None:
     for key in sorted(set(raw) - known):
-        near = difflib.get_close_matches(key, known, n=1)
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
         hint = f"did you mean {near[0]}?" if near else "see Pulumi.yaml for the keys"
         raise ConfigError(f"{key}: is not a key of this program; {hint}")
 

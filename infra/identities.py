@@ -15,6 +15,14 @@ _GITHUB_ISSUER = "https://token.actions.githubusercontent.com"
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """The account that nodes run as, and the grant without which they report nothing."""
+
+    account: gcp.serviceaccount.Account
+    role: pulumi.Resource
+
+
+@dataclass(frozen=True)
 class GitHub:
     """What a GitHub workflow authenticates with."""
 
@@ -22,16 +30,16 @@ class GitHub:
     account: gcp.serviceaccount.Account
 
 
-def node_service_account(config: Config, enabled: Sequence[pulumi.Resource]) -> gcp.serviceaccount.Account:
+def node_service_account(config: Config, enabled: Sequence[pulumi.Resource]) -> Nodes:
     """The nodes' account: it writes logs and metrics, and (in the registry) pulls images."""
     account = _account(config, "nodes", "Conversion nodes", enabled)
-    gcp.projects.IAMMember(
+    role = gcp.projects.IAMMember(
         "nodes-role",
         project=config.project,
         role="roles/container.defaultNodeServiceAccount",
         member=account.member,
     )
-    return account
+    return Nodes(account, role)
 
 
 def converter_service_account(

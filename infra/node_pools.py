@@ -6,19 +6,18 @@ import pulumi_gcp as gcp
 from infra import pool as facts
 from infra.cluster import OAUTH_SCOPE, Target
 from infra.config import Config, PoolConfig
+from infra.identities import Nodes
 
 # GKE spells taint effects its own way.
 _GKE_TAINT_EFFECTS = {"NoSchedule": "NO_SCHEDULE", "NoExecute": "NO_EXECUTE"}
 
 
-def create(config: Config, target: Target, nodes: gcp.serviceaccount.Account) -> list[pulumi.Resource]:
+def create(config: Config, target: Target, nodes: Nodes) -> list[pulumi.Resource]:
     """Make one node pool for each configured one."""
     return [_create(config, pool, target, nodes) for pool in config.pools]
 
 
-def _create(
-    config: Config, pool: PoolConfig, target: Target, nodes: gcp.serviceaccount.Account
-) -> gcp.container.NodePool:
+def _create(config: Config, pool: PoolConfig, target: Target, nodes: Nodes) -> gcp.container.NodePool:
     label = config.scoped(pool.pool_name)
     return gcp.container.NodePool(
         # Pulumi adds a random suffix: a change that GKE cannot make in place brings the new pool up before
@@ -59,7 +58,7 @@ def _create(
                     key=facts.LABEL_KEY, value=label, effect=_GKE_TAINT_EFFECTS[facts.TAINT_EFFECT]
                 )
             ],
-            service_account=nodes.email,
+            service_account=nodes.account.email,
             oauth_scopes=[OAUTH_SCOPE],
             workload_metadata_config=gcp.container.NodePoolNodeConfigWorkloadMetadataConfigArgs(
                 mode="GKE_METADATA"
@@ -72,7 +71,7 @@ def _create(
             resource_labels={"stack": config.prefix, "pool": pool.pool_name},
         ),
         opts=pulumi.ResourceOptions(
-            depends_on=target.ready,
+            depends_on=[*target.ready, nodes.role],
             # GKE reports a manual resize here, and a change of it would replace the pool.
             ignore_changes=["initialNodeCount"],
         ),

@@ -1,7 +1,5 @@
 """The program: reads the configuration, makes everything in order, exports what submitters need."""
 
-import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +25,7 @@ from infra.kubernetes import provider
 
 
 def main() -> None:
-    """Make the stack. Raises pulumi.RunError, which Pulumi prints as one line, if it refuses the configuration."""
+    """Make the stack. Raises pulumi.RunError, which Pulumi prints as one line, for a bad configuration."""
     try:
         config = parse(_keys(), pulumi.get_project(), pulumi.get_stack())
         token = _token()
@@ -41,13 +39,13 @@ def main() -> None:
     nodes = identities.node_service_account(config, enabled)
     if adopted is None:
         subnet = network.create(config, enabled)
-        target = cluster.create(config, subnet, nodes, enabled)
+        target = cluster.create(config, subnet, nodes.account, [*enabled, nodes.role])
     else:
         target = adopted
     pools = node_pools.create(config, target, nodes)
     kubernetes = provider(target)
 
-    images = registry.create(config, nodes, enabled)
+    images = registry.create(config, nodes.account, enabled)
     bucket = storage.create(config, enabled)
     queues = kueue.create(config, target, kubernetes, pools)
     namespace = jobs.create_namespace(config, kubernetes, [*pools, *queues])
@@ -59,7 +57,7 @@ def main() -> None:
     ci = identities.github(config, images, enabled)
     submitters = identities.submitters(config, ci, enabled)
     jobs.create_submitter_role(config, kubernetes, namespace, submitters)
-    logs.create(config, target, nodes, enabled)
+    logs.create(config, target, nodes.account, enabled)
     alerts.create(config, target, enabled)
     outputs.export(config, target, bucket, images, secret_name, ci)
 
@@ -70,8 +68,11 @@ def _keys() -> Mapping[str, Any]:
     Pulumi has no public call that lists keys, and without a list a misspelt key would pass unnoticed.
     """
     own = f"{pulumi.get_project()}:"
-    raw = {**pulumi_config.get_config_env(), **pulumi_config.CONFIG.get()}
-    return {key.removeprefix(own): value for key, value in raw.items() if key.startswith((own, "gcp:"))}
+    return {
+        key.removeprefix(own): value
+        for key, value in pulumi_config.CONFIG.get().items()
+        if key.startswith((own, "gcp:"))
+    }
 
 
 def _token() -> pulumi.Output[str] | None:
@@ -80,8 +81,7 @@ def _token() -> pulumi.Output[str] | None:
     if token is None:
         return None
     key = f"{pulumi.get_project()}:{HUGGING_FACE_TOKEN_KEY}"
-    secret_keys = json.loads(os.environ.get("PULUMI_CONFIG_SECRET_KEYS", "[]"))
-    if key not in secret_keys and not pulumi_config.is_config_secret(key):
+    if not pulumi_config.is_config_secret(key):
         raise ConfigError(
             f"{HUGGING_FACE_TOKEN_KEY}: is stored in plain text; set it again with pulumi config set --secret"
         )
