@@ -69,12 +69,14 @@ def create(config: Config, target: Target, enabled: Sequence[pulumi.Resource]) -
         opts=opts,
     )
     if config.jobs.monthly_budget:
-        _budget(config, channels, opts)
+        _budget(config, channels, enabled)
 
 
-def _budget(config: Config, channels: list[pulumi.Output[str]], opts: pulumi.ResourceOptions) -> None:
+def _budget(config: Config, channels: list[pulumi.Output[str]], enabled: Sequence[pulumi.Resource]) -> None:
     """A budget for the whole project, in the currency of the billing account."""
-    number = gcp.organizations.get_project_output(project_id=config.project).number
+    number = gcp.organizations.get_project_output(
+        project_id=config.project, opts=pulumi.InvokeOutputOptions(depends_on=enabled)
+    ).number
     gcp.billing.Budget(
         "budget",
         billing_account=config.jobs.billing_account,
@@ -97,5 +99,5 @@ def _budget(config: Config, channels: list[pulumi.Output[str]], opts: pulumi.Res
             if channels
             else None
         ),
-        opts=opts,
+        opts=pulumi.ResourceOptions(depends_on=enabled),
     )

@@ -9,7 +9,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-KUBERNETES_VERSION = "1.33"
+KUBERNETES_VERSION = "1.35"
 CRDS = "kueue-crds"
 
 _ROOT = Path(__file__).resolve().parents[2]

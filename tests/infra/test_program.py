@@ -1,5 +1,6 @@
 """The whole program against mocks: what it makes, what it must not make, and in which order."""
 
+import functools
 import json
 import os
 import re
@@ -156,8 +157,8 @@ def test_upgrades_keep_to_the_window_and_the_exclusions() -> None:
     policy = whole(default_stack()["cluster"].inputs)["maintenancePolicy"]
     window = policy["recurringWindow"]
     assert window["recurrence"] == "FREQ=WEEKLY;BYDAY=SA,SU"
-    # The first window lies on a day that the rule names: 2026-01-03 is a Saturday. Two of 23 h a week are well
-    # over the 48 h in 32 days that GKE wants.
+    # The first window lies on a day that the rule names: 2026-01-03 is a Saturday. Two of 23 h a week are
+    # well over the 48 h in 32 days that GKE wants.
     assert (window["startTime"], window["endTime"]) == ("2026-01-03T00:00:00Z", "2026-01-03T23:00:00Z")
     (minor,) = policy["maintenanceExclusions"]
     assert minor["exclusionOptions"] == {
@@ -598,7 +599,7 @@ def test_submitters_may_submit_in_the_namespace_and_nothing_more() -> None:
     reach = [
         each.inputs["member"] for each in stack.of_type("IAMMember") if each.name.startswith("submitter-")
     ]
-    assert reach == members
+    assert sorted(reach) == sorted(members)
     assert stack["cluster"].inputs["authenticatorGroupsConfig"] == {
         "securityGroup": "gke-security-groups@acme.example"
     }
@@ -717,6 +718,7 @@ def test_logs_are_kept_as_long_as_configured() -> None:
         ("images", "api-artifactregistry"),
         ("submitter-role", "api-iam"),
         ("github-pool", "ci"),
+        ("budget", "api-billingbudgets"),
     ],
 )
 def test_order_of_up_and_so_of_destroy(later: str, earlier: str) -> None:
@@ -724,15 +726,11 @@ def test_order_of_up_and_so_of_destroy(later: str, earlier: str) -> None:
     assert not _everything().needs(earlier, later)
 
 
-_ALL: list[Stack] = []
-
-
+@functools.cache
 def _everything() -> Stack:
     """A stack with all optional parts."""
-    if not _ALL:
-        config = SCENARIOS["GitHub"]["config"] | SCENARIOS["token"]["config"]
-        _ALL.append(up(config, secrets=("huggingFaceToken",)))
-    return _ALL[0]
+    parts = SCENARIOS["GitHub"]["config"] | SCENARIOS["token"]["config"] | SCENARIOS["money"]["config"]
+    return up(parts, secrets=("huggingFaceToken",))
 
 
 def test_every_kubernetes_object_goes_into_the_cluster_of_the_stack() -> None:
