@@ -53,11 +53,13 @@ def create(
         location=config.location,
         deletion_protection=settings.deletion_protection,
         release_channel=gcp.container.ClusterReleaseChannelArgs(channel=settings.release_channel),
-        # GKE wants one pool to start with; it is removed at once, the two pools below take over.
+        # GKE wants one pool to start with; it is removed at once, the system pool takes over.
         remove_default_node_pool=True,
         initial_node_count=1,
         node_config=gcp.container.ClusterNodeConfigArgs(
-            machine_type=settings.system_machine_type,
+            machine_type="e2-medium",
+            disk_type="pd-standard",
+            disk_size_gb=30,
             service_account=nodes.email,
             oauth_scopes=[OAUTH_SCOPE],
             shielded_instance_config=gcp.container.ClusterNodeConfigShieldedInstanceConfigArgs(

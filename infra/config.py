@@ -289,7 +289,7 @@ class Config:
 
 
 _GROUPS = (ClusterConfig, PoolConfig, KueueConfig, JobsConfig)
-_LISTS = {"extraPools": PoolConfig, "extraQueues": ExtraQueue}
+_LISTS = ("extraPools", "extraQueues")
 
 
 def parse(raw: Mapping[str, Any], project_name: str, stack: str) -> Config:
@@ -301,14 +301,11 @@ def parse(raw: Mapping[str, Any], project_name: str, stack: str) -> Config:
     own = {key: value for key, value in raw.items() if ":" not in key}
     _refuse_unknown(own, {*(_keys(*_GROUPS)), *_LISTS, HUGGING_FACE_TOKEN_KEY})
     project, region, location = _place(raw)
-    cluster, pool, kueue, jobs = (
-        _read(group, {k: own[k] for k in _keys(group) if k in own}) for group in _GROUPS
+    cluster, kueue, jobs = _group(ClusterConfig, own), _group(KueueConfig, own), _group(JobsConfig, own)
+    pools = (
+        _group(PoolConfig, own),
+        *(_extra_pool(entry, where) for where, entry in _entries(own, "extraPools")),
     )
-    assert isinstance(cluster, ClusterConfig)
-    assert isinstance(pool, PoolConfig)
-    assert isinstance(kueue, KueueConfig)
-    assert isinstance(jobs, JobsConfig)
-    pools = (pool, *(_extra_pool(entry, where) for where, entry in _entries(own, "extraPools")))
     extra_queues = [(where, _read(ExtraQueue, entry, where)) for where, entry in _entries(own, "extraQueues")]
     _refuse_repeats("poolName", [each.pool_name for each in pools])
     for each in pools:
@@ -423,6 +420,11 @@ def _warnings(config: Config) -> tuple[str, ...]:
             "podsReadyTimeoutMinutes: is a setting of Kueue's installation, which is not this stack's"
         )
     return tuple(warnings)
+
+
+def _group(kind: type[T], own: Mapping[str, Any]) -> T:
+    """A dataclass from those of the flat keys that are its fields."""
+    return _read(kind, {key: own[key] for key in _keys(kind) if key in own})
 
 
 def _read(kind: type[T], raw: Mapping[str, Any], where: str = "") -> T:

@@ -7,6 +7,7 @@ from infra import pool as facts
 from infra.cluster import OAUTH_SCOPE, Target
 from infra.config import Config, PoolConfig
 from infra.identities import Nodes
+from infra.naming import fit
 
 # GKE spells taint effects its own way.
 _GKE_TAINT_EFFECTS = {"NoSchedule": "NO_SCHEDULE", "NoExecute": "NO_EXECUTE"}
@@ -22,7 +23,7 @@ def _create(config: Config, pool: PoolConfig, target: Target, nodes: Nodes) -> g
     return gcp.container.NodePool(
         # Pulumi adds a random suffix: a change that GKE cannot make in place brings the new pool up before
         # the old one goes, and two stacks in one cluster do not collide. GKE takes 40 characters.
-        f"pool-{pool.pool_name}"[:32],
+        fit(f"pool-{pool.pool_name}", 32),
         project=config.project,
         location=config.location,
         cluster=target.name,

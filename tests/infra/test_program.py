@@ -733,6 +733,10 @@ def _everything() -> Stack:
     return up(parts, secrets=("huggingFaceToken",))
 
 
+def test_nodes_of_an_adopted_cluster_have_their_role_too() -> None:
+    assert up({"adoptCluster": "tpu"}).needs("pool-conversion", "nodes-role")
+
+
 def test_every_kubernetes_object_goes_into_the_cluster_of_the_stack() -> None:
     for each in default_stack().kubernetes_objects():
         assert default_stack().needs(each.name, "kubernetes"), each.name
@@ -781,6 +785,15 @@ def test_two_pools_in_one_stack_do_not_collide() -> None:
     assert len(urns) == len(set(urns))
     objects = [(each.type, each.inputs["metadata"]["name"]) for each in stack.kubernetes_objects()]
     assert len(objects) == len(set(objects))
+
+
+def test_long_pool_names_leave_room_for_the_suffix_and_differ() -> None:
+    long = "pool-with-a-long-name-for-models-"
+    stack = up({"poolName": f"{long}a", "extraPools": [{"poolName": f"{long}b"}]})
+    names = {each.name for each in stack.of_type("NodePool")} - {"system"}
+    # GKE takes 40 characters, of which Pulumi adds 8.
+    assert len(names) == 2
+    assert all(len(name) <= 32 for name in names)
 
 
 def test_long_and_odd_stack_names_give_names_google_takes() -> None:
