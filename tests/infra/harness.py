@@ -98,7 +98,9 @@ class Stack:
     outputs: dict[str, Any] = field(default_factory=dict)
     raw_outputs: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    calls: list[tuple[str, dict[str, Any], frozenset[str]]] = field(
+        default_factory=list
+    )  # and what was there
 
     def of_type(self, type_: str) -> list[Registered]:
         """All resources whose type ends in `type_`."""
@@ -177,7 +179,8 @@ class _Mocks(mocks.Mocks):
         self.cluster = cluster
 
     def call(self, args: mocks.MockCallArgs) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-        self.stack.calls.append((args.token, args.args))
+        there = frozenset(each.name for each in self.stack.resources)
+        self.stack.calls.append((args.token, args.args, there))
         if args.token == "gcp:container/getCluster:getCluster":
             if args.args["name"] != self.cluster["name"]:
                 return {}, [("name", f"cluster {args.args['name']}\nnot found")]

@@ -228,7 +228,8 @@ def test_an_adopted_cluster_gets_pool_identities_queues_and_bucket_only() -> Non
     assert stack["pool-conversion"].inputs["cluster"] == "tpu"
     for type_ in ("ResourceFlavor", "ClusterQueue", "LocalQueue", "Bucket", "Repository", "ServiceAccount"):
         assert len(stack.of_type(type_)) == 1, type_
-    ((token, arguments),) = stack.calls
+    ((token, arguments, there),) = stack.calls
+    assert not there
     assert token == "gcp:container/getCluster:getCluster"
     assert arguments == {"name": "tpu", "location": "us-central1", "project": "acme-ml"}
     kubeconfig = json.loads(stack["kubernetes"].inputs["kubeconfig"])
@@ -661,6 +662,8 @@ def test_failed_jobs_raise_an_alert() -> None:
 def test_a_budget_only_if_asked() -> None:
     assert not default_stack().of_type("Budget")
     stack = up(**SCENARIOS["money"])
+    ((_, _, there),) = stack.calls
+    assert "api-cloudresourcemanager" in there  # which a new project has to switch on before it can be asked
     budget = whole(stack["budget"].inputs)
     assert budget["amount"] == {"specifiedAmount": {"units": "2000"}}
     assert budget["budgetFilter"] == {"projects": ["projects/123"]}
