@@ -11,7 +11,7 @@ import json
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -254,7 +254,6 @@ class Config:
     queues: tuple[Queue, ...]
     kueue: KueueConfig
     jobs: JobsConfig
-    warnings: tuple[str, ...] = field(default=())
 
     @property
     def namespace(self) -> str:
@@ -278,6 +277,24 @@ class Config:
         if self.kueue.priority_classes == "auto":
             return self.installs_kueue
         return self.kueue.priority_classes == "create"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed but probably not wanted."""
+        warnings = []
+        if self.bucket_location.lower() != self.region:
+            warnings.append(
+                f"bucketLocation: {self.bucket_location} is not the cluster's region {self.region}; "
+                "every byte read and written is billed as network traffic"
+            )
+        if (
+            not self.installs_kueue
+            and self.kueue.pods_ready_timeout_minutes != KueueConfig.pods_ready_timeout_minutes
+        ):
+            warnings.append(
+                "podsReadyTimeoutMinutes: is a setting of Kueue's installation, which is not this stack's"
+            )
+        return tuple(warnings)
 
     def pool(self, name: str) -> PoolConfig:
         """The pool called `name`."""
@@ -320,7 +337,7 @@ def parse(raw: Mapping[str, Any], project_name: str, stack: str) -> Config:
                 raise ConfigError(
                     f"submitters: {submitter!r} needs rbacSecurityGroup, without it GKE knows no groups"
                 )
-    config = Config(
+    return Config(
         project=project,
         location=location,
         region=region,
@@ -331,7 +348,6 @@ def parse(raw: Mapping[str, Any], project_name: str, stack: str) -> Config:
         kueue=kueue,
         jobs=jobs,
     )
-    return dataclasses.replace(config, warnings=_warnings(config))
 
 
 def parse_endpoint(text: str) -> tuple[str, tuple[int, ...]]:
@@ -402,24 +418,6 @@ def _queues(pools: tuple[PoolConfig, ...], extra: list[tuple[str, ExtraQueue]]) 
     queues += [Queue(queue.queue_name, queue.pool_name, queue.nodes) for _, queue in extra]
     _refuse_repeats("queueName", [queue.name for queue in queues])
     return tuple(queues)
-
-
-def _warnings(config: Config) -> tuple[str, ...]:
-    """What is allowed but probably not wanted."""
-    warnings = []
-    if config.bucket_location.lower() != config.region:
-        warnings.append(
-            f"bucketLocation: {config.bucket_location} is not the cluster's region {config.region}; "
-            "every byte read and written is billed as network traffic"
-        )
-    if (
-        not config.installs_kueue
-        and config.kueue.pods_ready_timeout_minutes != KueueConfig.pods_ready_timeout_minutes
-    ):
-        warnings.append(
-            "podsReadyTimeoutMinutes: is a setting of Kueue's installation, which is not this stack's"
-        )
-    return tuple(warnings)
 
 
 def _group(kind: type[T], own: Mapping[str, Any]) -> T:
