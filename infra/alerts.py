@@ -56,9 +56,7 @@ def create(config: Config, target: Target, enabled: Sequence[pulumi.Resource]) -
             )
         ],
         alert_strategy=gcp.monitoring.AlertPolicyAlertStrategyArgs(
-            notification_rate_limit=gcp.monitoring.AlertPolicyAlertStrategyNotificationRateLimitArgs(
-                period="300s"
-            ),
+            notification_rate_limit=gcp.monitoring.AlertPolicyAlertStrategyNotificationRateLimitArgs(period="300s"),
             auto_close="86400s",
         ),
         documentation=gcp.monitoring.AlertPolicyDocumentationArgs(
@@ -82,22 +80,16 @@ def _budget(config: Config, channels: list[pulumi.Output[str]], enabled: Sequenc
         billing_account=config.jobs.billing_account,
         display_name=f"Conversions ({config.prefix})",
         amount=gcp.billing.BudgetAmountArgs(
-            specified_amount=gcp.billing.BudgetAmountSpecifiedAmountArgs(
-                units=str(config.jobs.monthly_budget)
-            )
+            specified_amount=gcp.billing.BudgetAmountSpecifiedAmountArgs(units=str(config.jobs.monthly_budget))
         ),
-        budget_filter=gcp.billing.BudgetBudgetFilterArgs(
-            projects=[pulumi.Output.concat("projects/", number)]
-        ),
+        budget_filter=gcp.billing.BudgetBudgetFilterArgs(projects=[pulumi.Output.concat("projects/", number)]),
         threshold_rules=[
             gcp.billing.BudgetThresholdRuleArgs(threshold_percent=0.5),
             gcp.billing.BudgetThresholdRuleArgs(threshold_percent=0.9),
             gcp.billing.BudgetThresholdRuleArgs(threshold_percent=1.0, spend_basis="FORECASTED_SPEND"),
         ],
         all_updates_rule=(
-            gcp.billing.BudgetAllUpdatesRuleArgs(monitoring_notification_channels=channels)
-            if channels
-            else None
+            gcp.billing.BudgetAllUpdatesRuleArgs(monitoring_notification_channels=channels) if channels else None
         ),
         opts=pulumi.ResourceOptions(depends_on=enabled),
     )

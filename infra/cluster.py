@@ -80,9 +80,7 @@ def create(
             dns_endpoint_config=gcp.container.ClusterControlPlaneEndpointsConfigDnsEndpointConfigArgs(
                 allow_external_traffic=True
             ),
-            ip_endpoints_config=gcp.container.ClusterControlPlaneEndpointsConfigIpEndpointsConfigArgs(
-                enabled=False
-            ),
+            ip_endpoints_config=gcp.container.ClusterControlPlaneEndpointsConfigIpEndpointsConfigArgs(enabled=False),
         ),
         workload_identity_config=gcp.container.ClusterWorkloadIdentityConfigArgs(workload_pool=workload_pool),
         enable_shielded_nodes=True,
@@ -90,9 +88,7 @@ def create(
             enabled=False, autoscaling_profile="OPTIMIZE_UTILIZATION"
         ),
         cost_management_config=gcp.container.ClusterCostManagementConfigArgs(enabled=True),
-        logging_config=gcp.container.ClusterLoggingConfigArgs(
-            enable_components=["SYSTEM_COMPONENTS", "WORKLOADS"]
-        ),
+        logging_config=gcp.container.ClusterLoggingConfigArgs(enable_components=["SYSTEM_COMPONENTS", "WORKLOADS"]),
         monitoring_config=gcp.container.ClusterMonitoringConfigArgs(
             enable_components=["SYSTEM_COMPONENTS"],
             # Its collectors would run on every node and ask for a larger system pool.
@@ -130,9 +126,7 @@ def look_up(config: Config) -> Target:
         found = gcp.container.get_cluster(name=name, location=config.location, project=config.project)
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"adoptCluster: cannot read cluster {name!r} in {config.location}: {reason}"
-        ) from None
+        raise ConfigError(f"adoptCluster: cannot read cluster {name!r} in {config.location}: {reason}") from None
     if found.enable_autopilot:
         raise ConfigError(
             f"adoptCluster: {name!r} is an Autopilot cluster, which takes no node pool; use a Standard one"
@@ -238,9 +232,7 @@ def _system_pool(
             labels=SYSTEM_NODE_LABEL,
             service_account=nodes.email,
             oauth_scopes=[OAUTH_SCOPE],
-            workload_metadata_config=gcp.container.NodePoolNodeConfigWorkloadMetadataConfigArgs(
-                mode="GKE_METADATA"
-            ),
+            workload_metadata_config=gcp.container.NodePoolNodeConfigWorkloadMetadataConfigArgs(mode="GKE_METADATA"),
             shielded_instance_config=gcp.container.NodePoolNodeConfigShieldedInstanceConfigArgs(
                 enable_secure_boot=True, enable_integrity_monitoring=True
             ),

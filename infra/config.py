@@ -18,9 +18,7 @@ from typing import Any, TypeVar
 from infra import pool as facts
 from infra.naming import fit
 
-HUGGING_FACE_TOKEN_KEY = (
-    "huggingFaceToken"  # a secret, so it is read by the program and never lies in these classes
-)
+HUGGING_FACE_TOKEN_KEY = "huggingFaceToken"  # a secret, so it is read by the program and never lies in these classes
 
 T = TypeVar("T")
 
@@ -72,9 +70,7 @@ class ClusterConfig:
                         f"{self.adopt_cluster!r}; remove one of the two"
                     )
         _one_of("releaseChannel", self.release_channel, ("RAPID", "REGULAR", "STABLE", "EXTENDED"))
-        if _instant("maintenanceEnd", self.maintenance_end) <= _instant(
-            "maintenanceStart", self.maintenance_start
-        ):
+        if _instant("maintenanceEnd", self.maintenance_end) <= _instant("maintenanceStart", self.maintenance_start):
             raise ConfigError("maintenanceEnd: is not after maintenanceStart; give a later end")
         if not self.maintenance_recurrence.startswith("FREQ="):
             raise ConfigError(
@@ -118,14 +114,10 @@ class PoolConfig:
         if self.max_nodes < 1:
             raise ConfigError(f"maxNodes: {self.max_nodes} lets no Job run; use at least 1")
         if self.max_nodes < self.min_nodes:
-            raise ConfigError(
-                f"maxNodes: {self.max_nodes} is less than minNodes {self.min_nodes}; raise maxNodes"
-            )
+            raise ConfigError(f"maxNodes: {self.max_nodes} is less than minNodes {self.min_nodes}; raise maxNodes")
         if self.local_ssd_count and self.local_ssd_count not in machine.local_ssd_counts:
             allowed = ", ".join(map(str, (0, *machine.local_ssd_counts)))
-            raise ConfigError(
-                f"localSsdCount: {self.machine_type} takes {allowed}, not {self.local_ssd_count}"
-            )
+            raise ConfigError(f"localSsdCount: {self.machine_type} takes {allowed}, not {self.local_ssd_count}")
         _one_of("diskType", self.disk_type, machine.disk_types)
         if not 100 <= self.disk_size_gb <= 65536:
             raise ConfigError(f"diskSizeGb: {self.disk_size_gb} is outside 100..65536")
@@ -173,18 +165,14 @@ class KueueConfig:
         _one_of("kueue", self.kueue, ("auto", "install", "existing"))
         _one_of("priorityClasses", self.priority_classes, ("auto", "create", "existing"))
         if not re.fullmatch(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?", self.kueue_version):
-            raise ConfigError(
-                f"kueueVersion: {self.kueue_version!r} is not a chart version; write for example 0.19.2"
-            )
+            raise ConfigError(f"kueueVersion: {self.kueue_version!r} is not a chart version; write for example 0.19.2")
         if self.pods_ready_timeout_minutes < 10:
             raise ConfigError(
                 f"podsReadyTimeoutMinutes: {self.pods_ready_timeout_minutes} is less than a node needs "
                 "to start; use at least 10"
             )
         if self.cohort and not _DNS_SUBDOMAIN.fullmatch(self.cohort):
-            raise ConfigError(
-                f"cohort: {self.cohort!r} is not a DNS name; use lower-case letters, digits, - and ."
-            )
+            raise ConfigError(f"cohort: {self.cohort!r} is not a DNS name; use lower-case letters, digits, - and .")
 
 
 @dataclass(frozen=True)
@@ -215,19 +203,13 @@ class JobsConfig:
         if self.run_expiry_prefixes and not self.run_expiry_days:
             raise ConfigError("runExpiryPrefixes: does nothing without runExpiryDays; set that too")
         if self.hugging_face_secret and not _DNS_SUBDOMAIN.fullmatch(self.hugging_face_secret):
-            raise ConfigError(
-                f"huggingFaceSecret: {self.hugging_face_secret!r} is not the name of a Kubernetes Secret"
-            )
+            raise ConfigError(f"huggingFaceSecret: {self.hugging_face_secret!r} is not the name of a Kubernetes Secret")
         if self.metadata_server != "auto":
             parse_endpoint(self.metadata_server)
         for submitter in self.submitters:
             if not re.fullmatch(r"(user|group|serviceAccount):[^@\s:]+@[^@\s:]+", submitter):
-                raise ConfigError(
-                    f"submitters: {submitter!r} must be user:EMAIL, group:EMAIL or serviceAccount:EMAIL"
-                )
-        if self.github_repository and not re.fullmatch(
-            r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+", self.github_repository
-        ):
+                raise ConfigError(f"submitters: {submitter!r} must be user:EMAIL, group:EMAIL or serviceAccount:EMAIL")
+        if self.github_repository and not re.fullmatch(r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+", self.github_repository):
             raise ConfigError(f"githubRepository: {self.github_repository!r} must be OWNER/NAME")
         if not 1 <= self.log_retention_days <= 3650:
             raise ConfigError(f"logRetentionDays: {self.log_retention_days} is outside 1..3650")
@@ -287,13 +269,8 @@ class Config:
                 f"bucketLocation: {self.bucket_location} is not the cluster's region {self.region}; "
                 "every byte read and written is billed as network traffic"
             )
-        if (
-            not self.installs_kueue
-            and self.kueue.pods_ready_timeout_minutes != KueueConfig.pods_ready_timeout_minutes
-        ):
-            warnings.append(
-                "podsReadyTimeoutMinutes: is a setting of Kueue's installation, which is not this stack's"
-            )
+        if not self.installs_kueue and self.kueue.pods_ready_timeout_minutes != KueueConfig.pods_ready_timeout_minutes:
+            warnings.append("podsReadyTimeoutMinutes: is a setting of Kueue's installation, which is not this stack's")
         return tuple(warnings)
 
     def pool(self, name: str) -> PoolConfig:
@@ -334,9 +311,7 @@ def parse(raw: Mapping[str, Any], project_name: str, stack: str) -> Config:
     if not cluster.adopt_cluster and not cluster.rbac_security_group:
         for submitter in jobs.submitters:
             if submitter.startswith("group:"):
-                raise ConfigError(
-                    f"submitters: {submitter!r} needs rbacSecurityGroup, without it GKE knows no groups"
-                )
+                raise ConfigError(f"submitters: {submitter!r} needs rbacSecurityGroup, without it GKE knows no groups")
     return Config(
         project=project,
         location=location,
@@ -359,9 +334,7 @@ def parse_endpoint(text: str) -> tuple[str, tuple[int, ...]]:
     except ValueError:
         numbers = ()
     if not numbers or not all(0 < number < 65536 for number in numbers):
-        raise ConfigError(
-            f"metadataServer: {text!r} must be auto or ADDRESS:PORT[,PORT], as 169.254.169.254:80,8080"
-        )
+        raise ConfigError(f"metadataServer: {text!r} must be auto or ADDRESS:PORT[,PORT], as 169.254.169.254:80,8080")
     return address, numbers
 
 
@@ -384,9 +357,7 @@ def _place(raw: Mapping[str, Any]) -> tuple[str, str, str]:
             "gcp:zone: gcp:region is set too; keep the region for a regional cluster or the zone for a zonal"
         )
     if not region and not zone:
-        raise ConfigError(
-            "gcp:region: neither region nor zone is set; run pulumi config set gcp:region REGION"
-        )
+        raise ConfigError("gcp:region: neither region nor zone is set; run pulumi config set gcp:region REGION")
     if region and not re.fullmatch(r"[a-z]+-[a-z]+\d+", region):
         raise ConfigError(f"gcp:region: {region!r} is not a region; write for example us-central1")
     if zone and not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", zone):
@@ -435,9 +406,7 @@ def _read(kind: type[T], raw: Mapping[str, Any], where: str = "") -> T:
         for key, each in fields.items():
             if key not in raw and each.default is dataclasses.MISSING:
                 raise ConfigError(f"{key}: is not set")
-        return kind(
-            **{fields[key].name: _value(key, hints[fields[key].name], value) for key, value in raw.items()}
-        )
+        return kind(**{fields[key].name: _value(key, hints[fields[key].name], value) for key, value in raw.items()})
     except ConfigError as error:
         raise ConfigError(f"{prefix}{error}") from None
 
@@ -468,10 +437,7 @@ def _value(key: str, kind: Any, value: Any) -> Any:
 
 def _entries(own: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
     """The entries of a list of objects, each with where it stands."""
-    return [
-        (f"{key}[{i}]", _mapping(f"{key}[{i}]", entry))
-        for i, entry in enumerate(_list(key, own.get(key, [])))
-    ]
+    return [(f"{key}[{i}]", _mapping(f"{key}[{i}]", entry)) for i, entry in enumerate(_list(key, own.get(key, [])))]
 
 
 def _list(key: str, value: Any) -> list[Any]:
@@ -526,9 +492,7 @@ def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def _dns_label(key: str, value: str) -> None:
     if not _DNS_LABEL.fullmatch(value):
-        raise ConfigError(
-            f"{key}: {value!r} is not a DNS label; use at most 63 lower-case letters, digits and hyphens"
-        )
+        raise ConfigError(f"{key}: {value!r} is not a DNS label; use at most 63 lower-case letters, digits and hyphens")
 
 
 def _instant(key: str, value: str) -> datetime:

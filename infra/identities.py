@@ -73,9 +73,7 @@ def github(
     pool = gcp.iam.WorkloadIdentityPool(
         "github-pool",
         project=config.project,
-        workload_identity_pool_id=account.unique_id.apply(
-            lambda unique: config.scoped(f"ci-{unique[-6:]}", 32)
-        ),
+        workload_identity_pool_id=account.unique_id.apply(lambda unique: config.scoped(f"ci-{unique[-6:]}", 32)),
         display_name="GitHub workflows",
     )
     provider = gcp.iam.WorkloadIdentityPoolProvider(
@@ -106,9 +104,7 @@ def github(
     return GitHub(provider.name, account)
 
 
-def submitters(
-    config: Config, ci: GitHub | None, enabled: Sequence[pulumi.Resource]
-) -> list[pulumi.Input[str]]:
+def submitters(config: Config, ci: GitHub | None, enabled: Sequence[pulumi.Resource]) -> list[pulumi.Input[str]]:
     """Let submitters reach the control plane; returns them as IAM members (`user:...`) for RBAC."""
     members: list[pulumi.Input[str]] = [*config.jobs.submitters, *([ci.account.member] if ci else [])]
     names = [*config.jobs.submitters, *(["ci"] if ci else [])]

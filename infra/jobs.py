@@ -16,9 +16,7 @@ TOKEN_SECRET_KEY = "token"
 _READ = ["get", "list", "watch"]
 
 
-def create_namespace(
-    config: Config, provider: k8s.Provider, after: Sequence[pulumi.Resource]
-) -> k8s.core.v1.Namespace:
+def create_namespace(config: Config, provider: k8s.Provider, after: Sequence[pulumi.Resource]) -> k8s.core.v1.Namespace:
     """Make the namespace after what Jobs need, so that `destroy` removes Jobs before the quota they hold."""
     levels = {
         f"pod-security.kubernetes.io/{mode}{suffix}": value
@@ -94,9 +92,7 @@ def create_network_policy(
                 # To any address: kube-dns, NodeLocal DNSCache and Cloud DNS answer on different ones.
                 networking.NetworkPolicyEgressRuleArgs(ports=[port(53, "UDP"), port(53)]),
                 networking.NetworkPolicyEgressRuleArgs(to=[block("0.0.0.0/0")], ports=[port(443)]),
-                networking.NetworkPolicyEgressRuleArgs(
-                    to=[block(f"{address}/32")], ports=[port(p) for p in ports]
-                ),
+                networking.NetworkPolicyEgressRuleArgs(to=[block(f"{address}/32")], ports=[port(p) for p in ports]),
             ],
         ),
         opts=pulumi.ResourceOptions(provider=provider, depends_on=[namespace]),

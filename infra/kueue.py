@@ -88,9 +88,7 @@ def create_local_queues(
                 "metadata": {"name": queue.name, "namespace": config.namespace},
                 "spec": {"clusterQueue": config.scoped(queue.name)},
             },
-            pulumi.ResourceOptions(
-                provider=provider, depends_on=[namespace, *queues], custom_timeouts=_DELETE_TIMEOUT
-            ),
+            pulumi.ResourceOptions(provider=provider, depends_on=[namespace, *queues], custom_timeouts=_DELETE_TIMEOUT),
         )
 
 
@@ -175,9 +173,7 @@ def _cluster_queue(config: Config, queue: Queue) -> dict[str, Any]:
                 "flavors": [
                     {
                         "name": config.scoped(queue.pool_name),
-                        "resources": [
-                            {"name": name, "nominalQuota": amount} for name, amount in quota.items()
-                        ],
+                        "resources": [{"name": name, "nominalQuota": amount} for name, amount in quota.items()],
                     }
                 ],
             }

@@ -40,9 +40,7 @@ def create(config: Config, enabled: Sequence[pulumi.Resource]) -> Subnet:
         private_ip_google_access=True,
         secondary_ip_ranges=[
             gcp.compute.SubnetworkSecondaryIpRangeArgs(range_name=PODS_RANGE, ip_cidr_range="10.24.0.0/16"),
-            gcp.compute.SubnetworkSecondaryIpRangeArgs(
-                range_name=SERVICES_RANGE, ip_cidr_range="10.20.16.0/20"
-            ),
+            gcp.compute.SubnetworkSecondaryIpRangeArgs(range_name=SERVICES_RANGE, ip_cidr_range="10.20.16.0/20"),
         ],
     )
     router = gcp.compute.Router(
@@ -61,9 +59,7 @@ def create(config: Config, enabled: Sequence[pulumi.Resource]) -> Subnet:
         nat_ip_allocate_option="AUTO_ONLY",
         source_subnetwork_ip_ranges_to_nat="LIST_OF_SUBNETWORKS",
         subnetworks=[
-            gcp.compute.RouterNatSubnetworkArgs(
-                name=subnetwork.id, source_ip_ranges_to_nats=["ALL_IP_RANGES"]
-            )
+            gcp.compute.RouterNatSubnetworkArgs(name=subnetwork.id, source_ip_ranges_to_nats=["ALL_IP_RANGES"])
         ],
         # One node opens many connections to one hub; the default of 64 ports a node would starve it.
         enable_dynamic_port_allocation=True,

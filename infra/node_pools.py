@@ -35,9 +35,7 @@ def _create(config: Config, pool: PoolConfig, target: Target, nodes: Nodes) -> g
         ),
         management=gcp.container.NodePoolManagementArgs(auto_repair=True, auto_upgrade=True),
         # No surge node: an upgrade replaces a node in its place and never keeps an extra one alive.
-        upgrade_settings=gcp.container.NodePoolUpgradeSettingsArgs(
-            strategy="SURGE", max_surge=0, max_unavailable=1
-        ),
+        upgrade_settings=gcp.container.NodePoolUpgradeSettingsArgs(strategy="SURGE", max_surge=0, max_unavailable=1),
         network_config=gcp.container.NodePoolNetworkConfigArgs(enable_private_nodes=True),
         max_pods_per_node=32,
         node_config=gcp.container.NodePoolNodeConfigArgs(
@@ -47,9 +45,7 @@ def _create(config: Config, pool: PoolConfig, target: Target, nodes: Nodes) -> g
             disk_size_gb=pool.disk_size_gb,
             image_type="COS_CONTAINERD",
             ephemeral_storage_local_ssd_config=(
-                gcp.container.NodePoolNodeConfigEphemeralStorageLocalSsdConfigArgs(
-                    local_ssd_count=pool.local_ssd_count
-                )
+                gcp.container.NodePoolNodeConfigEphemeralStorageLocalSsdConfigArgs(local_ssd_count=pool.local_ssd_count)
                 if pool.local_ssd_count
                 else None
             ),
@@ -61,9 +57,7 @@ def _create(config: Config, pool: PoolConfig, target: Target, nodes: Nodes) -> g
             ],
             service_account=nodes.account.email,
             oauth_scopes=[OAUTH_SCOPE],
-            workload_metadata_config=gcp.container.NodePoolNodeConfigWorkloadMetadataConfigArgs(
-                mode="GKE_METADATA"
-            ),
+            workload_metadata_config=gcp.container.NodePoolNodeConfigWorkloadMetadataConfigArgs(mode="GKE_METADATA"),
             gcfs_config=gcp.container.NodePoolNodeConfigGcfsConfigArgs(enabled=True),
             gvnic=gcp.container.NodePoolNodeConfigGvnicArgs(enabled=True),
             shielded_instance_config=gcp.container.NodePoolNodeConfigShieldedInstanceConfigArgs(

@@ -36,8 +36,7 @@ def export(
         "secretName": secret_name,
         "secretKey": TOKEN_SECRET_KEY,
         "queues": {
-            queue.name: {"nodes": queue.nodes, **_pool(config, config.pool(queue.pool_name))}
-            for queue in config.queues
+            queue.name: {"nodes": queue.nodes, **_pool(config, config.pool(queue.pool_name))} for queue in config.queues
         },
         "getCredentials": pulumi.Output.concat(
             "gcloud container clusters get-credentials ",

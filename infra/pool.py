@@ -128,9 +128,7 @@ def allocatable_ephemeral_storage_gib(disk_gb: int, local_ssd_count: int = 0) ->
 def allocatable(machine_type: str, disk_gb: int = DEFAULT_DISK_GB, local_ssd_count: int = 0) -> Allocatable:
     """What is left of a node for all its pods. Raises KeyError for a machine type not in `MACHINE_TYPES`."""
     machine = MACHINE_TYPES[machine_type]
-    memory = (
-        machine.memory_gib - kernel_memory_gib(machine.memory_gib) - reserved_memory_gib(machine.memory_gib)
-    )
+    memory = machine.memory_gib - kernel_memory_gib(machine.memory_gib) - reserved_memory_gib(machine.memory_gib)
     return Allocatable(
         cpus=machine.vcpus - reserved_cpus(machine.vcpus),
         memory_gib=memory,

@@ -34,9 +34,7 @@ def create(
             gcp.artifactregistry.RepositoryCleanupPolicyArgs(
                 id="keep-recent",
                 action="KEEP",
-                most_recent_versions=gcp.artifactregistry.RepositoryCleanupPolicyMostRecentVersionsArgs(
-                    keep_count=10
-                ),
+                most_recent_versions=gcp.artifactregistry.RepositoryCleanupPolicyMostRecentVersionsArgs(keep_count=10),
             ),
         ],
         opts=pulumi.ResourceOptions(depends_on=enabled),

@@ -44,12 +44,8 @@ _COMPUTED = {
     "gcp:iam/workloadIdentityPoolProvider:WorkloadIdentityPoolProvider": lambda i: {
         "name": f"projects/123/locations/global/workloadIdentityPools/{i['workloadIdentityPoolId']}/x"
     },
-    "gcp:projects/iAMCustomRole:IAMCustomRole": lambda i: {
-        "name": f"projects/{i['project']}/roles/{i['roleId']}"
-    },
-    "gcp:monitoring/notificationChannel:NotificationChannel": lambda i: {
-        "name": "projects/acme-ml/channels/1"
-    },
+    "gcp:projects/iAMCustomRole:IAMCustomRole": lambda i: {"name": f"projects/{i['project']}/roles/{i['roleId']}"},
+    "gcp:monitoring/notificationChannel:NotificationChannel": lambda i: {"name": "projects/acme-ml/channels/1"},
 }
 
 # An adopted cluster as `gcp.container.get_cluster` returns it.
@@ -98,9 +94,7 @@ class Stack:
     outputs: dict[str, Any] = field(default_factory=dict)
     raw_outputs: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    calls: list[tuple[str, dict[str, Any], frozenset[str]]] = field(
-        default_factory=list
-    )  # and what was there
+    calls: list[tuple[str, dict[str, Any], frozenset[str]]] = field(default_factory=list)  # and what was there
 
     def of_type(self, type_: str) -> list[Registered]:
         """All resources whose type ends in `type_`."""
@@ -140,11 +134,7 @@ def whole(value: Any) -> Any:
 def _unwrapped(value: Any) -> Any:
     """`value` without the marks of secrets."""
     if isinstance(value, dict):
-        return (
-            _unwrapped(value["value"])
-            if SECRET_SIGNATURE in value
-            else {k: _unwrapped(v) for k, v in value.items()}
-        )
+        return _unwrapped(value["value"]) if SECRET_SIGNATURE in value else {k: _unwrapped(v) for k, v in value.items()}
     return [_unwrapped(item) for item in value] if isinstance(value, list) else value
 
 
@@ -212,9 +202,7 @@ class _Monitor(mocks.MockMonitor):
                     name=request.name,
                     inputs=_unwrapped(rpc.deserialize_properties(request.object)),
                     raw=json_format.MessageToDict(request.object),
-                    depends_on=frozenset(
-                        {*request.dependencies, request.provider.rpartition("::")[0]} - {""}
-                    ),
+                    depends_on=frozenset({*request.dependencies, request.provider.rpartition("::")[0]} - {""}),
                     ignored=tuple(request.ignoreChanges),
                     delete_timeout=request.customTimeouts.delete,
                 )

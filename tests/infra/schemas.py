@@ -44,9 +44,7 @@ def _crd_schema(kind: str, api_version: str) -> dict[str, Any]:
     for path in sorted(folder.glob("*.yaml")):
         crd = yaml.safe_load(path.read_text())
         if crd["spec"]["names"]["kind"] == kind:
-            (version,) = (
-                v for v in crd["spec"]["versions"] if f"{crd['spec']['group']}/{v['name']}" == api_version
-            )
+            (version,) = (v for v in crd["spec"]["versions"] if f"{crd['spec']['group']}/{v['name']}" == api_version)
             assert version["served"]
             assert "deprecationWarning" not in version
             schema = _strict(version["schema"]["openAPIV3Schema"])

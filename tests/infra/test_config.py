@@ -137,11 +137,7 @@ def test_only_project_and_a_place_are_needed() -> None:
         ({"maintenanceEnd": "2025-01-01T00:00:00Z"}, "maintenanceEnd: is not after"),
         ({"maintenanceRecurrence": "weekly"}, "maintenanceRecurrence: 'weekly' is not an RFC 5545 rule"),
         (
-            {
-                "maintenanceExclusions": [
-                    {"name": "a", "start": "2026-12-02T00:00:00Z", "end": "2026-12-01T00:00:00Z"}
-                ]
-            },
+            {"maintenanceExclusions": [{"name": "a", "start": "2026-12-02T00:00:00Z", "end": "2026-12-01T00:00:00Z"}]},
             "maintenanceExclusions[0].end: ",
         ),
         ({"systemMaxNodes": 0}, "systemMaxNodes: must be at least 1"),
@@ -257,18 +253,12 @@ def test_the_example_stack_file_is_right_in_every_section() -> None:
     assert place == {"gcp:project": "my-project", "gcp:region": "us-central1"}
     seen: set[str] = set()
     for section in sections:
-        lines = [
-            re.sub(r"^  # ", "  ", line)
-            for line in section.splitlines()
-            if re.match(r"  # ( |shardpool:)", line)
-        ]
+        lines = [re.sub(r"^  # ", "  ", line) for line in section.splitlines() if re.match(r"  # ( |shardpool:)", line)]
         keys = yaml.safe_load("\n".join(lines))
         assert keys
         seen |= set(keys)
         configure({key.removeprefix(f"{PROJECT}:"): value for key, value in keys.items()}, place)
-    assert {"extraPools", "extraQueues", "maintenanceExclusions"} <= {
-        key.removeprefix("shardpool:") for key in seen
-    }
+    assert {"extraPools", "extraQueues", "maintenanceExclusions"} <= {key.removeprefix("shardpool:") for key in seen}
 
 
 def test_names_fit_and_differ() -> None:

@@ -91,9 +91,7 @@ def test_the_nodes() -> None:
     node = conversion_pool(default_stack())["nodeConfig"]
     assert node["machineType"] == "n2-highmem-64"
     assert node["labels"] == {pool.LABEL_KEY: "shardpool-dev-conversion"}
-    assert node["taints"] == [
-        {"key": pool.LABEL_KEY, "value": "shardpool-dev-conversion", "effect": "NO_SCHEDULE"}
-    ]
+    assert node["taints"] == [{"key": pool.LABEL_KEY, "value": "shardpool-dev-conversion", "effect": "NO_SCHEDULE"}]
     assert node["serviceAccount"] == "shardpool-dev-nodes@acme-ml.iam.gserviceaccount.com"
     assert node["workloadMetadataConfig"] == {"mode": "GKE_METADATA"}
     assert node["gcfsConfig"] == {"enabled": True}
@@ -252,9 +250,7 @@ def test_an_adopted_cluster_gets_kueue_if_asked() -> None:
 
 def test_an_adopted_cluster_is_reached_by_its_dns_name_if_it_has_one() -> None:
     endpoints = [{"dnsEndpointConfigs": [{"endpoint": "gke-9.gke.goog", "allowExternalTraffic": True}]}]
-    stack = up(
-        {"adoptCluster": "tpu"}, cluster={**EXISTING_CLUSTER, "controlPlaneEndpointsConfigs": endpoints}
-    )
+    stack = up({"adoptCluster": "tpu"}, cluster={**EXISTING_CLUSTER, "controlPlaneEndpointsConfigs": endpoints})
     kubeconfig = json.loads(stack["kubernetes"].inputs["kubeconfig"])
     assert kubeconfig["clusters"][0]["cluster"] == {"server": "https://gke-9.gke.goog"}
     assert stack.outputs["getCredentials"].endswith(" --dns-endpoint")
@@ -301,9 +297,7 @@ def quantity(text: str) -> int:
     return int(text[:-2]) * 2**30 if text.endswith("Gi") else int(text)
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"localSsdCount": 24}, {"maxNodes": 3, "machineType": "n2d-highmem-48"}]
-)
+@pytest.mark.parametrize("config", [{}, {"localSsdCount": 24}, {"maxNodes": 3, "machineType": "n2d-highmem-48"}])
 def test_as_many_pods_as_nodes_run_and_the_next_waits(config: dict[str, Any]) -> None:
     stack = up(config)
     (group,) = stack["clusterqueue-conversion"].manifest["spec"]["resourceGroups"]
@@ -331,9 +325,7 @@ def test_queues_name_each_other() -> None:
     assert queue["spec"]["resourceGroups"][0]["flavors"][0]["name"] == flavor["metadata"]["name"]
     assert local["spec"]["clusterQueue"] == queue["metadata"]["name"]
     assert local["metadata"] == {"name": "conversion", "namespace": "shardpool-dev"}
-    assert queue["spec"]["namespaceSelector"] == {
-        "matchLabels": {"kubernetes.io/metadata.name": "shardpool-dev"}
-    }
+    assert queue["spec"]["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "shardpool-dev"}}
     # No conversion is stopped for another, and nothing is lent.
     assert queue["spec"]["preemption"] == {"withinClusterQueue": "Never", "reclaimWithinCohort": "Never"}
     assert "cohortName" not in queue["spec"]
@@ -345,8 +337,7 @@ def test_queues_name_each_other() -> None:
 def test_priorities_are_ordered() -> None:
     stack = default_stack()
     values = {
-        each.manifest["metadata"]["name"]: each.manifest["value"]
-        for each in stack.of_type("WorkloadPriorityClass")
+        each.manifest["metadata"]["name"]: each.manifest["value"] for each in stack.of_type("WorkloadPriorityClass")
     }
     assert sorted(values, key=lambda name: -values[name]) == ["very-high", "high", "medium", "low"]
     assert len(set(values.values())) == 4
@@ -369,19 +360,14 @@ def test_the_chart() -> None:
     assert "backoffLimitCount" not in config["waitForPodsReady"]["requeuingStrategy"]
     assert config["integrations"] == {"frameworks": ["batch/job"]}
     assert config["manageJobsWithoutQueueName"] is True
-    assert config["managedJobsNamespaceSelector"] == {
-        "matchLabels": {"kubernetes.io/metadata.name": "shardpool-dev"}
-    }
+    assert config["managedJobsNamespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "shardpool-dev"}}
     assert default_stack()["kueue"].inputs["version"] == "0.19.2"
 
 
 def test_two_pools_and_lent_quota() -> None:
     stack = up(**SCENARIOS["two pools"])
     assert {each.name for each in stack.of_type("NodePool")} == {"system", "pool-conversion", "pool-small"}
-    labels = [
-        conversion_pool(stack, name)["nodeConfig"]["labels"][pool.LABEL_KEY]
-        for name in ("conversion", "small")
-    ]
+    labels = [conversion_pool(stack, name)["nodeConfig"]["labels"][pool.LABEL_KEY] for name in ("conversion", "small")]
     assert len(set(labels)) == 2
     cpus = {}
     for each in stack.of_type("ClusterQueue"):
@@ -427,11 +413,7 @@ def test_jobs_reach_the_objects_of_one_bucket_and_nothing_else(scenario: Stack) 
 
 
 def test_only_known_small_roles_are_granted(scenario: Stack) -> None:
-    roles = {
-        each.inputs["role"]
-        for each in scenario.resources
-        if "role" in each.inputs and "member" in each.inputs
-    }
+    roles = {each.inputs["role"] for each in scenario.resources if "role" in each.inputs and "member" in each.inputs}
     assert roles <= {
         "roles/container.defaultNodeServiceAccount",
         "roles/artifactregistry.reader",
@@ -449,9 +431,7 @@ def test_only_known_small_roles_are_granted(scenario: Stack) -> None:
     }
     # An authoritative binding or policy would take rights from others in the project.
     assert not [
-        each
-        for each in scenario.resources
-        if re.search(r"IAM(Policy|Binding)$|Iam(Policy|Binding)$", each.type)
+        each for each in scenario.resources if re.search(r"IAM(Policy|Binding)$|Iam(Policy|Binding)$", each.type)
     ]
     assert not [each for each in scenario.resources if each.type.endswith("account:Key")]
 
@@ -462,9 +442,7 @@ def test_the_bucket() -> None:
     assert asked["publicAccessPrevention"] == "enforced"
     assert asked["forceDestroy"] is False
     assert asked["softDeletePolicy"] == {"retentionDurationSeconds": 604800}
-    assert asked["lifecycleRules"] == [
-        {"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": {"age": 7}}
-    ]
+    assert asked["lifecycleRules"] == [{"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": {"age": 7}}]
     expiring = whole(up({"runExpiryDays": 30, "runExpiryPrefixes": ["runs/"]})["checkpoints"].inputs)
     assert expiring["lifecycleRules"][1] == {
         "action": {"type": "Delete"},
@@ -494,8 +472,7 @@ def test_the_registry_cleans_up_and_the_nodes_may_pull() -> None:
     assert keep["mostRecentVersions"] == {"keepCount": 10}
     assert stack["nodes-images"].inputs["role"] == "roles/artifactregistry.reader"
     assert (
-        stack["nodes-images"].inputs["member"]
-        == "serviceAccount:shardpool-dev-nodes@acme-ml.iam.gserviceaccount.com"
+        stack["nodes-images"].inputs["member"] == "serviceAccount:shardpool-dev-nodes@acme-ml.iam.gserviceaccount.com"
     )
 
 
@@ -597,13 +574,9 @@ def test_submitters_may_submit_in_the_namespace_and_nothing_more() -> None:
         "container.clusters.connect",
         "container.clusters.get",
     ]
-    reach = [
-        each.inputs["member"] for each in stack.of_type("IAMMember") if each.name.startswith("submitter-")
-    ]
+    reach = [each.inputs["member"] for each in stack.of_type("IAMMember") if each.name.startswith("submitter-")]
     assert sorted(reach) == sorted(members)
-    assert stack["cluster"].inputs["authenticatorGroupsConfig"] == {
-        "securityGroup": "gke-security-groups@acme.example"
-    }
+    assert stack["cluster"].inputs["authenticatorGroupsConfig"] == {"securityGroup": "gke-security-groups@acme.example"}
 
 
 def test_nobody_submits_unless_named() -> None:
@@ -618,9 +591,7 @@ def test_one_github_repository_submits_without_a_key() -> None:
     assert provider["attributeMapping"]["attribute.repository"] == "assertion.repository"
     assert provider["oidc"] == {"issuerUri": "https://token.actions.githubusercontent.com"}
     member = stack["github-impersonation"].inputs["member"]
-    assert member.startswith(
-        "principalSet://iam.googleapis.com/projects/123/locations/global/workloadIdentityPools/"
-    )
+    assert member.startswith("principalSet://iam.googleapis.com/projects/123/locations/global/workloadIdentityPools/")
     assert member.endswith("/attribute.repository/acme/models")
     assert stack["github-images"].inputs["role"] == "roles/artifactregistry.writer"
     ci = "shardpool-dev-ci@acme-ml.iam.gserviceaccount.com"
@@ -667,9 +638,7 @@ def test_a_budget_only_if_asked() -> None:
     budget = whole(stack["budget"].inputs)
     assert budget["amount"] == {"specifiedAmount": {"units": "2000"}}
     assert budget["budgetFilter"] == {"projects": ["projects/123"]}
-    assert [each.inputs["service"] for each in stack.of_type("Service")].count(
-        "billingbudgets.googleapis.com"
-    ) == 1
+    assert [each.inputs["service"] for each in stack.of_type("Service")].count("billingbudgets.googleapis.com") == 1
 
 
 def test_logs_are_kept_as_long_as_configured() -> None:
@@ -775,9 +744,7 @@ def test_two_stacks_in_one_project_and_one_cluster_do_not_collide() -> None:
     one, two = (physical_names(up(config, stack_name=name)) for name in ("dev", "prod"))
     assert len(one) > 10
     assert not one & two
-    one, two = (
-        physical_names(up({"priorityClasses": "existing"}, stack_name=name)) for name in ("dev", "prod")
-    )
+    one, two = (physical_names(up({"priorityClasses": "existing"}, stack_name=name)) for name in ("dev", "prod"))
     # Each has a cluster of its own for Kueue.
     assert {name for _, name in one & two} == {"kueue-system"}
 
@@ -891,9 +858,7 @@ def test_a_refusal_is_one_line_and_makes_nothing(config: dict[str, Any], line: s
 
 def test_no_module_of_the_program_passes_for_one_of_pythons() -> None:
     # Pulumi puts the folder itself on sys.path.
-    assert not {path.stem for path in (ROOT / "infra").glob("*.py")} & (
-        set(sys.stdlib_module_names) - {"__main__"}
-    )
+    assert not {path.stem for path in (ROOT / "infra").glob("*.py")} & (set(sys.stdlib_module_names) - {"__main__"})
 
 
 def test_project_name_is_the_namespace_of_the_keys() -> None:
