@@ -91,8 +91,8 @@ class ArrayPlan:
     @cached_property
     def padded(self) -> bool:
         """Whether some elements come from no tensor."""
-        covered = sum(math.prod(part.stop - part.start for part in piece.source) for piece in self.parameter.pieces)
-        return covered < math.prod(self.shape)
+        boxes = (math.prod(part.stop - part.start for part in piece.source) for piece in self.parameter.pieces)
+        return int(sum(boxes)) < math.prod(self.shape)
 
     @cached_property
     def grid(self) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ _STORED_FRACTION = 0.8
 
 PROMISED_BYTES = 400_000_000
 PROMISED_CHUNKS = 2.5
-"""The promise: PROMISED_BYTES + PROMISED_CHUNKS x the largest chunk on two threads, half of it more per further thread."""
+"""The promise on two threads: so many bytes, and so many times the largest chunk; each further thread adds half as
+many chunks."""
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,9 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
                 process_index=ocdbt_utils.get_process_index_for_subdir(ocdbt),
             )
             array = await ts.open(ts.Spec(spec.json), create=True, open=True, context=context, transaction=transaction)
-            created.append((leaf, spec.json["metadata"], array.kvstore))
+            store = array.kvstore
+            assert store is not None, "zarr arrays lie in a key-value store"
+            created.append((leaf, spec.json["metadata"], store))
             metadatas.append(spec.metadata)
         if transaction is not None:
             await transaction.commit_async()
