@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 import time
 import zlib
@@ -23,7 +24,8 @@ import ml_dtypes
 import numpy as np
 
 from converter.families import MODELS
-from converter.rules import Family, Rule, parse_pattern
+from converter.mapping import stored_shapes
+from converter.rules import Family
 
 FILE_BYTES = 4_000_000_000
 """Most tensor bytes in a file, as in the shards of Qwen3's repositories on the hub."""
@@ -70,29 +72,16 @@ def make_config(model_name: str, *, dtype: str = "bfloat16", **overrides: Any) -
 
 
 def tensor_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a repository, in the order of its layers."""
-    config = family.fill(config)
+    """Name -> shape of every tensor of a repository, in the order of the hub's shards: embedding, layers, the rest."""
 
-    def shape(rule: Rule) -> tuple[int, ...]:
-        return tuple(
-            math.prod(int(config[family.dims[letter]]) for letter in group)
-            for group in parse_pattern(rule.pattern).stored
-        )
+    def rank(name: str) -> float:
+        layer = re.search(r"\.(\d+)\.", name)
+        return int(layer[1]) if layer else -1 if "embed" in name else math.inf
 
-    def used(rules: Sequence[Rule]) -> list[Rule]:
-        return [rule for rule in rules if rule.when is None or rule.when(config)]
-
-    first, last = {}, {}
-    for rule in used(family.rules):
-        # A repository begins with the embedding and ends with the last norm and the head.
-        (first if "embed" in rule.source else last)[rule.source] = shape(rule)
-    layers = {
-        f"{stack.source}{stack.cycle * i + rule.at}.{rule.source}": shape(rule)
-        for stack in family.stacks
-        for i in range(int(config[stack.layers]) // stack.cycle)
-        for rule in sorted(used(stack.rules), key=lambda rule: (rule.at, rule.source))
+    shapes = stored_shapes(family, family.fill(config))
+    return {
+        name: shapes[name] for name in sorted(shapes, key=lambda name: (rank(name), name.endswith("head.weight"), name))
     }
-    return first | layers | last
 
 
 def total_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str = "bfloat16") -> int:
