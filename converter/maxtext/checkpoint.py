@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from converter.errors import RequestError, WorldError
-from converter.maxtext.orbax import ITEM
+from converter.maxtext.layout import ITEM
 
 
 @dataclass(frozen=True)
