@@ -68,10 +68,11 @@ def main() -> int:
     stored = json.loads(report.read_text())["bytes"]["stored"]
     memory = told["peak_memory_bytes"]
     print(
-        f"\nAll right: {nbytes / 1e6:.0f} MB converted in {seconds:.1f} s with start-up, {stored / 1e6:.0f} MB stored.\n"
-        f"Peak memory: {memory['anonymous_and_shared'] / 1e6:.0f} MB anonymous + shared "
-        f"({memory['resident'] / 1e6:.0f} MB resident with mapped files); it stays there for larger models.\n"
-        f"Everything is in {FOLDER}; next: a real model, see README.md."
+        f"\nAll right: {nbytes / 1e6:.0f} MB converted in {seconds:.1f} s in all, to {stored / 1e6:.0f} MB.\n"
+        f"Peak memory: {memory['anonymous_and_shared'] / 1e6:.0f} MB anonymous + shared, "
+        f"{memory['resident'] / 1e6:.0f} MB resident with mapped files.\n"
+        "It grows with the largest chunk, not with the model.\n"
+        f"Everything is in {FOLDER}. Next: a real model, see README.md."
     )
     return 0
 

@@ -72,6 +72,39 @@ def run(command: Sequence[str], *, before_exec: Callable[[], None] | None = None
     return Run(wall, usage.ru_utime + usage.ru_stime, anonymous, usage.ru_inblock * _INBLOCK_BYTES, output)
 
 
+@dataclass(frozen=True)
+class StartUp:
+    """Wall and CPU seconds of a process until it mapped the first file of its source."""
+
+    wall: float
+    cpu: float
+
+
+def start_up(command: Sequence[str], files: Sequence[Path]) -> StartUp:
+    """Start a conversion, end it when it begins to read one of `files`, and tell what it took until then.
+
+    Raises:
+      CommandError: it ended before it read one.
+    """
+    names = [str(file.resolve()) for file in files]
+    with tempfile.TemporaryFile() as captured:
+        start = time.monotonic()
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=captured, stderr=subprocess.STDOUT)
+        maps = Path(f"/proc/{process.pid}/maps")
+        watched = psutil.Process(process.pid)
+        while process.poll() is None:
+            with contextlib.suppress(OSError, psutil.Error):
+                mapped = maps.read_text(errors="replace")
+                wall, times = time.monotonic() - start, watched.cpu_times()
+                if any(name in mapped for name in names):
+                    process.terminate()
+                    process.wait()
+                    return StartUp(wall, times.user + times.system)
+            time.sleep(_SAMPLE_SECONDS / 2)
+        captured.seek(0)
+        raise CommandError(f"{' '.join(command)}\nread nothing:\n{captured.read().decode(errors='replace')[-4000:]}")
+
+
 class _Peak:
     """Samples a process's anonymous + shared memory in a thread."""
 
