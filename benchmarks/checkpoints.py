@@ -43,7 +43,8 @@ class _Float:
     Attributes:
       name: in config.json.
       code: in a safetensors header.
-      random: the bits of a value that are as good as random in weights: sign and mantissa.
+      random: the bits of a value that are as good as random in weights: the sign, and the mantissa but for its first
+        two bits.
     """
 
     name: str
@@ -53,9 +54,9 @@ class _Float:
 
 
 FLOATS = {
-    "bfloat16": _Float("bfloat16", "BF16", np.dtype(ml_dtypes.bfloat16), np.uint16(0x807F)),
-    "float16": _Float("float16", "F16", np.dtype(np.float16), np.uint16(0x83FF)),
-    "float32": _Float("float32", "F32", np.dtype(np.float32), np.uint32(0x807FFFFF)),
+    "bfloat16": _Float("bfloat16", "BF16", np.dtype(ml_dtypes.bfloat16), np.uint16(0x801F)),
+    "float16": _Float("float16", "F16", np.dtype(np.float16), np.uint16(0x80FF)),
+    "float32": _Float("float32", "F32", np.dtype(np.float32), np.uint32(0x801FFFFF)),
 }
 
 
@@ -168,8 +169,8 @@ def _write_file(path: Path, shapes: Mapping[str, tuple[int, ...]], weights: _Wei
 class _Weights:
     """Blocks of random weights, faster than drawing each from a normal distribution.
 
-    The exponents come from one block of normal values, shifted for every piece; signs and mantissas, most of a value's
-    entropy, are drawn anew. So nothing repeats that a compressor could find.
+    Magnitudes come from one block of normal values, shifted for every piece; signs and the rest of the mantissas are
+    drawn anew. So nothing repeats that a compressor could find.
     """
 
     def __init__(self, kind: _Float, seed: int) -> None:
@@ -178,7 +179,7 @@ class _Weights:
         normal = np.random.Generator(np.random.SFC64(seed)).standard_normal(_BLOCK, np.float32)
         normal *= np.float32(DEVIATION)
         # Twice in a row, so that any shift of it is one slice.
-        self._exponents = np.tile(normal.astype(kind.dtype).view(kind.random.dtype) & ~kind.random, 2)
+        self._magnitudes = np.tile(normal.astype(kind.dtype).view(kind.random.dtype) & ~kind.random, 2)
 
     def blocks(self, name: str, count: int) -> Iterator[np.ndarray]:
         """`count` values of the tensor `name`, as unsigned integers, block by block."""
@@ -189,7 +190,7 @@ class _Weights:
             shift = int(raw[0] % _BLOCK)
             values = raw[1:].view(self.float.random.dtype)[:size]
             values &= self.float.random
-            values |= self._exponents[shift : shift + size]
+            values |= self._magnitudes[shift : shift + size]
             yield values
 
 
