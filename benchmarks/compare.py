@@ -81,10 +81,8 @@ def make_cases(source: Path, model_name: str, threads: int, maxtext: Sequence[st
             f"scan_layers={scan}",
             "hardware=cpu",
             "skip_jax_distributed_system=True",
-            # It asks for a token even for a local folder.
-            "hf_access_token=none",
             "--simulated_cpu_devices_count=16",
-            # Without it, it needs PyTorch.
+            # Its other way of loading needs PyTorch.
             "--lazy_load_tensors=true",
         )
         module = "maxtext.checkpoint_conversion.to_maxtext"
@@ -231,8 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     nbytes = sum(size(file) for file in files)
-    print(f"{options.model_name}, {nbytes / 1e9:.2f} GB in {len(files)} files, {options.threads} threads, ")
-    print(f"medians of {options.rounds} interleaved rounds; {machine()}\n")
+    print(f"{options.model_name}, {nbytes / 1e9:.2f} GB in {len(files)} files, {options.threads} threads")
+    print(f"Medians of {options.rounds} interleaved rounds; {machine()}\n")
     print(results_table(results, nbytes))
     print()
     print(targets_table(results))
