@@ -20,9 +20,9 @@ DEVICES = 16
 GEOMETRY: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
     "vocab_size": 32768,
 }
 """Qwen3's shape, smaller."""
@@ -54,12 +54,12 @@ def main() -> int:
         _step(3, "Inspect it: every array with its sharding and chunks, as Orbax stored it")
         _run("inspect", str(output))
         _check_sharding(output)
-        print(f"\nThe embedding is {DEVICES} chunks, one for each device: a 16-device host reads only its own.")
+        print(f"\nThe embedding is {DEVICES} chunks, one for each device, so that a device reads only its own.")
 
         _step(4, "Check it bit by bit: every array read back from storage against the safetensors files")
         _run("verify", str(output), "--source", str(source))
 
-        _step(5, "Break one bit of a copy of the source: the check must see it")
+        _step(5, "Break one bit of a copy of the source: the check must fail")
         _check_sees_a_flipped_bit(source, output)
     except (DemoError, OSError) as error:
         print(f"\ndemo failed: {error}", file=sys.stderr)
@@ -114,7 +114,7 @@ def _check_sees_a_flipped_bit(source: Path, output: Path) -> None:
         file.write(bytes([value ^ 1]))
     print(f"one bit of {name} flipped in {broken}", flush=True)
     _run("verify", str(output), "--source", str(broken), expected=4)
-    print("exit code 4, as it should be", flush=True)
+    print("It failed with exit code 4, as it should.", flush=True)
 
 
 if __name__ == "__main__":
