@@ -229,9 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     nbytes = sum(size(file) for file in files)
-    print(
-        f"{options.model_name}, {nbytes / 1e9:.2f} GB in {len(files)} file{'s'[: len(files) > 1]}, {options.threads} threads"
-    )
+    print(f"{options.model_name}, {nbytes / 1e9:.2f} GB, weight files: {len(files)}, {options.threads} threads")
     print(f"Medians of {options.rounds} interleaved rounds; {machine()}\n")
     print(results_table(results, nbytes))
     print()

@@ -160,9 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             )
             print("measured:", *rows[-1], file=sys.stderr, flush=True)
-    print(
-        f"{options.model_name}, {nbytes / 1e9:.2f} GB in {len(files)} file{'s'[: len(files) > 1]}, cold page cache; {machine()}\n"
-    )
+    print(f"{options.model_name}, {nbytes / 1e9:.2f} GB, weight files: {len(files)}, cold page cache; {machine()}\n")
     header = (
         "layers",
         "memory budget",
