@@ -170,6 +170,7 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
                 [array.leaf for array in plan.arrays],
                 plan.storage,
                 custom_metadata={"scan_layers": request.scan},
+                threads=request.threads,
                 write=write,
             )
         except BaseException as error:

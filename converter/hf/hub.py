@@ -49,7 +49,7 @@ def pin(repo: str, *, revision: str | None, token: str | None) -> Pinned:
     if constants.HF_HUB_OFFLINE:
         root = _try(repo, revision, lambda: snapshot_download(repo, revision=revision, local_files_only=True))
         return Pinned(repo, Path(root).name, (), {})
-    api = HfApi(token=token or False)
+    api = HfApi(token=token)
     info = _try(repo, revision, lambda: api.model_info(repo, revision=revision, files_metadata=True, timeout=30))
     siblings = info.siblings or []
     return Pinned(
@@ -76,9 +76,7 @@ def download(pinned: Pinned, token: str | None) -> Path:
             _try(
                 pinned.repo,
                 pinned.commit,
-                lambda: snapshot_download(
-                    pinned.repo, revision=pinned.commit, token=token or False, allow_patterns=names
-                ),
+                lambda: snapshot_download(pinned.repo, revision=pinned.commit, token=token, allow_patterns=names),
             )
         )
 

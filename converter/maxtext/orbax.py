@@ -120,8 +120,9 @@ def chunk_shape(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
     """Creates each leaf's array as Orbax would, then lets `write` fill them all."""
 
-    def __init__(self, typestr: str, write: Write) -> None:
+    def __init__(self, typestr: str, threads: int, write: Write) -> None:
         self._typestr = typestr
+        self._threads = threads
         self._write = write
 
     def typestr(self) -> str:
@@ -154,9 +155,11 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
         sharded = any(sharding is not None for sharding in shardings)
         if sharded:
             await jax_array_handlers._async_serialize_shardings(shardings, infos, primary_host=0)
-        # The written files are synced once, at the end, instead of one by one.
         context = ts.Context(
-            {"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": _NODE_CACHE_BYTES}},
+            {
+                "cache_pool#ocdbt": {"total_bytes_limit": _NODE_CACHE_BYTES},
+                "data_copy_concurrency": {"limit": self._threads},
+            },
             parent=infos[0].ts_context,
         )
         transaction = ts.Transaction(atomic=True) if ocdbt else None
@@ -194,6 +197,7 @@ def save(
     storage: Storage,
     *,
     custom_metadata: Mapping[str, Any],
+    threads: int,
     write: Write,
 ) -> None:
     """Save a MaxText checkpoint step of these parameters at `directory`, which appears whole or not at all.
@@ -202,13 +206,14 @@ def save(
       directory: the step's directory, which must not exist.
       leaves: the parameters.
       custom_metadata: of the step.
+      threads: TensorStore's, for what it copies and compresses itself.
       write: called with the created arrays; must write every chunk, and return when they are written
         what other files the step is to have, by name.
     """
     sharded = bool(leaves) and leaves[0].device_count > 1
     registry = type_handler_registry.create_type_handler_registry(
         (int, type_handlers.ScalarHandler()),
-        (Leaf, _StreamedHandler("jax.Array" if sharded else "np.ndarray", write)),
+        (Leaf, _StreamedHandler("jax.Array" if sharded else "np.ndarray", threads, write)),
     )
     params: dict[str, Any] = {}
     for leaf in leaves:
