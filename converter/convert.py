@@ -168,8 +168,8 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
         except BaseException as error:
             stop.set()
             for thread in set(threading.enumerate()) - others:
-                # Orbax's, which must not write on while what they wrote is removed.
-                thread.join()
+                # Orbax's, which must not write on while what they wrote is removed. Their own join raises what ended them.
+                threading.Thread.join(thread)
             output.remove_partial(request.output)
             if isinstance(error, Exception) and not isinstance(error, ConverterError):
                 raise _failure(error, request) from error
