@@ -168,7 +168,7 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
         except BaseException as error:
             stop.set()
             for thread in set(threading.enumerate()) - others:
-                # Orbax's, which must not write on while what they wrote is removed. Their own join raises what ended them.
+                # Orbax's, which must not write on while this is removed; their own join raises what ended them.
                 threading.Thread.join(thread)
             output.remove_partial(request.output)
             if isinstance(error, Exception) and not isinstance(error, ConverterError):
