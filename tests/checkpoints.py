@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -128,3 +130,28 @@ def write_tiny(folder: Path, model_name: str, *, shards: int = 1, seed: int = 0,
     """Write the tiny random-weight model of a name; `changes` go into its config.json."""
     config = {**CONFIGS[model_name], **changes}
     return write_folder(folder, config, random_tensors(config, seed=seed), shards)
+
+
+def write_sparse(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Write a repository's folder whose bfloat16 weights are a hole: any size, no disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    entries, position = {}, 0
+    for name, shape in shapes(config).items():
+        size = math.prod(shape) * 2
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + position)
+    return folder
+
+
+def planned_arrays(stdout: str) -> dict[str, dict[str, str]]:
+    """The table that `--dry_run` prints, by array."""
+    lines = stdout.splitlines()
+    header = re.split(r"\s{2,}", lines[0])
+    rows = [dict(zip(header, re.split(r"\s{2,}", line), strict=True)) for line in lines[2 : lines.index("")]]
+    return {row["array"]: row for row in rows}
