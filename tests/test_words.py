@@ -45,7 +45,7 @@ def plan(source: Path, *words: object, model_name: str = "qwen3-0.6b") -> Run:
 @pytest.mark.parametrize(
     "text",
     [
-        "src/maxtext/configs/base.yml model_name=qwen3-0.6b base_output_directory=OUT scan_layers=false --hf_model_path=HF",
+        "configs/base.yml model_name=qwen3-0.6b base_output_directory=OUT scan_layers=false --hf_model_path=HF",
         "model_name=qwen3-0.6b base_output_directory=OUT scan_layers=false hf_model_path=HF",
         "--model_name=qwen3-0.6b --base_output_directory=OUT --scan_layers=False --hf_model_path=HF",
         "--model_name qwen3-0.6b --base_output_directory OUT --scan_layers 0 --hf_model_path HF",
