@@ -2,6 +2,9 @@
 PYTHON ?= python3.11
 VENV   := .venv
 PY     := $(VENV)/bin/python
+# Pulumi's environment, as Pulumi.yaml names it, with the test tools added.
+INFRA_VENV := infra/.venv
+INFRA_PY   := $(INFRA_VENV)/bin/python
 
 .PHONY: help setup demo test test-slow lint format lock clean
 
@@ -17,13 +20,19 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.converter
 	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
 	@touch $@
 
-setup: $(VENV)/.dev  ## Create .venv with the locked development dependencies
+$(INFRA_VENV)/.dev: requirements/infra-dev.txt
+	$(PYTHON) -m venv $(INFRA_VENV)
+	$(INFRA_PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/infra-dev.txt
+	@touch $@
+
+setup: $(VENV)/.dev $(INFRA_VENV)/.dev  ## Create .venv and infra/.venv with the locked development dependencies
 
 demo: $(VENV)/.converter  ## Convert a small Qwen3-shaped checkpoint, inspect it and check it bit by bit
 	$(PY) -m benchmarks.demo
 
 test: setup  ## Run the fast tests
 	$(PY) -m pytest
+	$(INFRA_PY) -m pytest tests/infra
 
 test-slow: setup  ## Run the slow tests (memory, speed of large checkpoints, kill tests)
 	$(PY) -m pytest -m slow
@@ -32,6 +41,7 @@ lint: setup  ## Check style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(INFRA_PY) -m mypy -p infra
 
 format: setup  ## Rewrite the code in the project's style
 	$(PY) -m ruff check --fix .
@@ -43,6 +53,10 @@ lock: setup  ## Resolve the dependencies anew into requirements/*.txt
 	  --custom-compile-command 'make lock' pyproject.toml -o requirements/converter.txt
 	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	  --custom-compile-command 'make lock' -c requirements/converter.txt --extra dev pyproject.toml -o requirements/dev.txt
+	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --custom-compile-command 'make lock' --group infra -o requirements/infra.txt
+	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --custom-compile-command 'make lock' -c requirements/infra.txt --group infra-dev -o requirements/infra-dev.txt
 
 clean:  ## Remove what the other targets made
-	rm -rf $(VENV) tmp .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(INFRA_VENV) tmp .pytest_cache .mypy_cache .ruff_cache

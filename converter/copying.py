@@ -8,7 +8,7 @@ a scratch buffer whose rows are padded against that, then transposed from there:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def copy_box(target: np.ndarray, source: np.ndarray, steps: Sequence[Step]) -> N
         unsigned = np.dtype(f"u{target.dtype.itemsize}")
         _copy(target.view(unsigned), source.view(unsigned))
         return
-    for tile in _tiles(target.shape, _boxes_of(target.shape, _ARITHMETIC)):
+    for tile in boxes(target.shape, _ARITHMETIC):
         raw = np.empty(source[tile].shape, source.dtype)
         unsigned = np.dtype(f"u{raw.dtype.itemsize}")
         _copy(raw.view(unsigned), source[tile].view(unsigned))
@@ -77,17 +77,17 @@ def _contiguous_axis(array: np.ndarray) -> int | None:
     return min(axes, key=lambda axis: abs(array.strides[axis])) if axes else None
 
 
-def _boxes_of(shape: Sequence[int], elements: int) -> list[int]:
-    """Tile sizes of at most `elements` elements: whole trailing axes, then a part of one."""
+def boxes(shape: Sequence[int], elements: int) -> Iterator[tuple[slice, ...]]:
+    """Cut an array into boxes of at most `elements` elements: whole trailing axes, then a part of one."""
     sizes = [1] * len(shape)
     room = elements
     for axis in reversed(range(len(shape))):
         sizes[axis] = max(1, min(shape[axis], room))
         room //= sizes[axis]
-    return sizes
+    return _tiles(shape, sizes)
 
 
-def _tiles(shape: Sequence[int], sizes: Sequence[int]) -> itertools.product[tuple[slice, ...]]:
+def _tiles(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[slice, ...]]:
     return itertools.product(
         *(
             [slice(start, min(start + size, extent)) for start in range(0, extent, size)]

@@ -1,4 +1,4 @@
-"""Hold a repository against a request: is it this model, which sizes does the target get, is every tensor accounted for."""
+"""Hold a repository against a request: is it this model, which sizes does the target get, is every tensor used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from converter.errors import RequestError
 from converter.hf.repository import Repository
-from converter.mapping import Geometry, source_names
+from converter.mapping import Geometry, stored_shapes
 from converter.request import Request
 from converter.rules import Family
 from converter.words import parse_bool, parse_count
@@ -99,8 +99,8 @@ def check_tensors(family: Family, geometry: Geometry, repository: Repository) ->
     Raises:
       RequestError: one is none of these.
     """
-    used = source_names(family, geometry.config)
-    unused = sorted(set(repository.tensors) - used)
+    used = stored_shapes(family, geometry.config)
+    unused = sorted(set(repository.tensors) - set(used))
     for name in unused:
         twin = family.equal.get(name)
         if twin is not None and twin in repository.tensors:

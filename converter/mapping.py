@@ -7,6 +7,7 @@ all the streaming writer, the check and (read backwards) the way to Hugging Face
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,7 +142,7 @@ def _layout(rule: Rule, family: Family, geometry: Geometry) -> _Layout:
     paired = {op.dim for op in rule.ops if isinstance(op, HalvesToPairs)}
     per_axis = [_segments(size[letter], target_size[letter], letter in paired) for letter in axes.target]
     return _Layout(
-        stored_shape=tuple(int(np.prod([size[letter] for letter in group])) for group in axes.stored),
+        stored_shape=tuple(math.prod(size[letter] for letter in group) for group in axes.stored),
         shape=tuple(target_size[letter] for letter in axes.target),
         view=View(tuple(size[letter] for letter in axes.split), axes.order),
         boxes=tuple(
@@ -159,13 +160,25 @@ def _rules(family: Family, config: Mapping[str, Any], rules: Iterable[Rule]) -> 
     return (rule for rule in rules if rule.when is None or rule.when(config))
 
 
-def source_names(family: Family, config: Mapping[str, Any]) -> set[str]:
-    """Every tensor that the rules read from a whole repository with this configuration."""
-    names = {rule.source for rule in _rules(family, config, family.rules)}
+def stored_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the rules read from a whole repository with this configuration, and its shape there.
+
+    Args:
+      config: with the family's defaults.
+    """
+
+    def shape(rule: Rule) -> tuple[int, ...]:
+        return tuple(
+            math.prod(int(config[family.dims[letter]]) for letter in group)
+            for group in parse_pattern(rule.pattern).stored
+        )
+
+    shapes = {rule.source: shape(rule) for rule in _rules(family, config, family.rules)}
     for stack in family.stacks:
-        layers = range(int(config[stack.layers]) // stack.cycle)
-        names.update(_source_name(stack, i, rule) for rule in _rules(family, config, stack.rules) for i in layers)
-    return names
+        for layer in range(int(config[stack.layers]) // stack.cycle):
+            for rule in _rules(family, config, stack.rules):
+                shapes[_source_name(stack, layer, rule)] = shape(rule)
+    return shapes
 
 
 def parameters(

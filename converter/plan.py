@@ -16,10 +16,8 @@ import numpy as np
 from converter.mapping import Box, Parameter
 from converter.maxtext.chunks import ChunkFormat, chunk_format
 from converter.maxtext.devices import Partition, partition
+from converter.maxtext.layout import ROOT
 from converter.maxtext.orbax import Leaf, Storage, chunk_shape, write_metadata
-
-ROOT = "params.params."
-"""Where MaxText's TrainState keeps the parameters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +89,8 @@ class ArrayPlan:
     @cached_property
     def padded(self) -> bool:
         """Whether some elements come from no tensor."""
-        covered = sum(math.prod(part.stop - part.start for part in piece.source) for piece in self.parameter.pieces)
-        return covered < math.prod(self.shape)
+        boxes = (math.prod(part.stop - part.start for part in piece.source) for piece in self.parameter.pieces)
+        return int(sum(boxes)) < math.prod(self.shape)
 
     @cached_property
     def grid(self) -> tuple[int, ...]:

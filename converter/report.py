@@ -37,7 +37,7 @@ class Digests:
         self._lock = threading.Lock()
 
     def add(self, chunk: Chunk, content: np.ndarray) -> None:
-        digest = hashlib.sha256(content.reshape(-1).view(np.uint8)).digest()
+        digest = hashlib.sha256(content.reshape(-1).view(np.uint8).data).digest()
         with self._lock:
             self._chunks.setdefault(chunk.array.name, {})[chunk.index] = digest
 

@@ -20,7 +20,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class HalvesToPairs:
-    """Reorder axis `dim` for rotary embedding: Hugging Face keeps [x0..x(n/2), y0..y(n/2)], the target [x0, y0, x1, ...].
+    """Reorder axis `dim` for rotary embedding: the repository has [x0, x1, .., y0, ..], the target [x0, y0, x1, ..].
 
     Source: MaxText's LLaMARotaryEmbedding (layers/embeddings.py), which rotates neighbours as Meta's code does.
     """

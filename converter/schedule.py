@@ -7,6 +7,7 @@ array's sources are walked once per group, from memory where the page cache hold
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ _STORED_FRACTION = 0.8
 
 PROMISED_BYTES = 400_000_000
 PROMISED_CHUNKS = 2.5
-"""The promise: PROMISED_BYTES + PROMISED_CHUNKS x the largest chunk on two threads, half of it more per further thread."""
+"""The promise on two threads: so many bytes, and so many times the largest chunk; each further thread adds half as
+many chunks."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,6 @@ def default_budget(plan: Plan, threads: int, memory_limit: int) -> int:
     chunk = max(1, plan.largest_chunk)
     promised = PROMISED_BYTES + PROMISED_CHUNKS * chunk * max(1.0, threads / 2)
     room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices)
-    count = 1
-    while _peak((count + 1) * chunk, count + 1, chunk, threads) <= room:
-        count += 1
-    return count * chunk
+    counts = range(1, max(2, int(room // chunk) + 1))
+    fitting = bisect.bisect_right(counts, room, key=lambda count: _peak(count * chunk, count, chunk, threads))
+    return max(1, fitting) * chunk

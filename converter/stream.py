@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -26,7 +27,7 @@ _PARALLEL_ZSTD_BYTES = 16 << 20
 ReadTensor = Callable[[str], np.ndarray]
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818 - not an error
     """Another thread asked the writer to stop."""
 
 
@@ -127,7 +128,7 @@ class _Batches:
         self._lock = threading.Lock()
         self._transaction = ts.Transaction()
         self._size = 0
-        self._committing: ts.Future | None = None
+        self._committing: ts.Future[Any] | None = None
 
     def write(self, store: ts.KvStore, key: str, value: bytes) -> None:
         with self._lock:

@@ -119,11 +119,11 @@ OPTIONS: Mapping[str, Option] = {
     "hf_model_path": Option(str, "local folder or hub id instead of the model's own repository"),
     "revision": Option(str, "branch, tag or commit on the hub"),
     "save_dtype": Option(one_of("bfloat16", "float32", "float8_e4m3fn"), "bfloat16 or float32", "bfloat16"),
-    "memory_budget": Option(parse_bytes, "bytes of chunks in flight, as 256MB or 2GiB (default: sized to the machine)", own=True),
+    "memory_budget": Option(parse_bytes, "bytes of chunks in flight, as 256MB (default: by the machine)", own=True),
     "threads": Option(parse_count, "threads that fill, compress and write (default: one per CPU)", own=True),
     "chunk_byte_size": Option(parse_bytes, "largest stored chunk; larger shards are cut", 2 << 30, own=True),
     "compression": Option(one_of("zstd", "none"), "zstd or none", "zstd", own=True),
-    "if_exists": Option(one_of("refuse", "skip", "overwrite"), "what to do when there is an output", "refuse", own=True),
+    "if_exists": Option(one_of("refuse", "skip", "overwrite"), "what to do with what is there", "refuse", own=True),
     "dry_run": Option(parse_bool, "print the plan and write nothing", False, switch=True, own=True),
     "report": Option(str, "write a JSON report there", own=True),
     "termination_message": Option(str, "write a short JSON message there however the run ends", own=True),
@@ -162,11 +162,11 @@ def parse_words(argv: Sequence[str]) -> Words:
         name, text = _next(words, keys)
         texts[name] = text
     for key in keys:
-        text = os.environ.get(f"M_{key.upper()}")
-        if text is not None:
+        from_environment = os.environ.get(f"M_{key.upper()}")
+        if from_environment is not None:
             if key in texts:
                 raise RequestError(f"{key} is given both as a word and in the environment, M_{key.upper()}")
-            texts[key] = text
+            texts[key] = from_environment
     values = {name: option.default for name, option in OPTIONS.items()}
     for name, text in texts.items():
         if name in OPTIONS:

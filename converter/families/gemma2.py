@@ -13,11 +13,11 @@ from converter.rules import AddOne, Config, Family, Model, Rule, Scale, Stack
 
 
 def embedding_scale(config: Config) -> float:
-    return float(config["hidden_size"]) ** 0.5
+    return float(config["hidden_size"] ** 0.5)
 
 
 def query_scale(config: Config) -> float:
-    return float(config["query_pre_attn_scalar"]) ** -0.5
+    return float(config["query_pre_attn_scalar"] ** -0.5)
 
 
 def _norm(target: str, source: str, at: int = 0) -> Rule:

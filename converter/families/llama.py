@@ -14,7 +14,7 @@ from converter.rules import Config, Family, HalvesToPairs, Model, Op, Rule, Scal
 
 
 def query_scale(config: Config) -> float:
-    return float(config["head_dim"]) ** -0.5
+    return float(config["head_dim"] ** -0.5)
 
 
 def _family(

@@ -93,7 +93,7 @@ def _configure() -> None:
     """Set huggingface_hub up before it is first imported."""
     if "HF_ENDPOINT" in os.environ:
         os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not os.isatty(2):
         disable_progress_bars()

@@ -48,12 +48,12 @@ class ChunkFormat:
 
     def encode(self, chunk: np.ndarray, workers: int) -> bytes:
         """The stored bytes of a C-contiguous little-endian chunk, compressed by `workers` threads."""
-        data = memoryview(chunk.reshape(-1).view(np.uint8))
+        data = chunk.reshape(-1).view(np.uint8).data
         out = _output(len(data))
         if self.level is None:
             out.write(data)
         else:
-            options = {CompressionParameter.compression_level: self.level}
+            options: dict[int, int] = {CompressionParameter.compression_level: self.level}
             if workers > 1:
                 options[CompressionParameter.nb_workers] = workers
             compressor = ZstdCompressor(options=options)

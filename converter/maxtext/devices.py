@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from converter.errors import RequestError
@@ -57,10 +58,9 @@ def start(devices: int) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    try:
+    # Refused once JAX is up; the count below then tells whether it matters.
+    with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", devices)
-    except RuntimeError:
-        pass
     found = len(jax.devices())
     if found != devices:
         raise RequestError(

@@ -1,0 +1,176 @@
+"""Reading a checkpoint on disk: where it is, what arrays it has, how many bytes each takes. Loads no data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from converter.errors import RequestError, WorldError
+from converter.maxtext.layout import ITEM
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """One array of a checkpoint.
+
+    Attributes:
+      name: key path joined by ".".
+      sharding: as Orbax's metadata describe it, None for none.
+      write_shape, chunk_shape: outer and inner chunk.
+      stored: bytes it takes on disk, chunks and metadata.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: str | None
+    write_shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    stored: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's place and metadata.
+
+    Attributes:
+      items: the directory of the pytree.
+      ocdbt, zarr3: how its arrays are stored.
+      custom_metadata: of the step.
+    """
+
+    items: Path
+    ocdbt: bool
+    zarr3: bool
+    custom_metadata: Mapping[str, Any]
+
+    def open(self, name: str) -> ts.TensorStore:
+        """An array, opened for reading."""
+        driver = "zarr3" if self.zarr3 else "zarr"
+        store = (
+            {"driver": "ocdbt", "base": _file_spec(self.items), "path": f"{name}/"}
+            if self.ocdbt
+            else _file_spec(self.items / name)
+        )
+        return ts.open({"driver": driver, "kvstore": store}, open=True, read=True).result()
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at a base directory (its last step), a step or an items directory.
+
+    Raises:
+      RequestError: there is none.
+      WorldError: it cannot be read.
+    """
+    if "://" in str(path):
+        raise RequestError(f"{path}: only local paths can be read yet")
+    items = _items(path)
+    try:
+        metadata = json.loads((items / "_METADATA").read_bytes())
+    except ValueError as error:
+        raise RequestError(f"{items / '_METADATA'} is not valid JSON") from error
+    except OSError as error:
+        raise WorldError(f"{items / '_METADATA'} cannot be read: {error.strerror or error}") from error
+    ocdbt = metadata.get("use_ocdbt", (items / "manifest.ocdbt").exists())
+    return Checkpoint(items, bool(ocdbt), bool(metadata.get("use_zarr3", False)), _custom_metadata(items.parent))
+
+
+def _items(path: Path) -> Path:
+    if not path.is_dir():
+        raise RequestError(f"{path} is no directory")
+    steps = sorted((step for step in path.iterdir() if step.name.isdigit()), key=lambda step: int(step.name))
+    for candidate in (path, path / ITEM, path / "default", *(step / ITEM for step in reversed(steps))):
+        if (candidate / "_METADATA").is_file():
+            return candidate
+    raise RequestError(f"{path} holds no Orbax checkpoint: no _METADATA in it, in its {ITEM} or in a step's {ITEM}")
+
+
+def _custom_metadata(step: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads((step / "_CHECKPOINT_METADATA").read_bytes()).get("custom_metadata")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def stored_arrays(checkpoint: Checkpoint) -> list[StoredArray]:
+    """Every array of the checkpoint, by name."""
+    sizes = dict(_ocdbt_sizes(checkpoint.items) if checkpoint.ocdbt else _file_sizes(checkpoint.items))
+    per_array: dict[str, int] = {}
+    for key, size in sizes.items():
+        name = key.partition("/")[0]
+        per_array[name] = per_array.get(name, 0) + size
+    metadata = ocp.PyTreeCheckpointer().metadata(checkpoint.items)
+    arrays = []
+    for value in _leaves(metadata.item_metadata.tree):
+        shape = tuple(value.shape)
+        storage = getattr(value, "storage", None)
+        chunk = tuple(storage.chunk_shape) if storage is not None and storage.chunk_shape else shape
+        write = tuple(storage.write_shape) if storage is not None and storage.write_shape else chunk
+        sharding = None if value.sharding is None else _sharding_text(value.sharding)
+        dtype = np.dtype(value.dtype).name
+        arrays.append(StoredArray(value.name, shape, dtype, sharding, write, chunk, per_array.get(value.name, 0)))
+    return sorted(arrays, key=lambda array: array.name)
+
+
+def _sharding_text(sharding: Any) -> str:
+    """Orbax's sharding metadata in short: without the list of devices, which need not be this machine's."""
+    fields = {
+        name: getattr(sharding, name) for name in ("shape", "axis_names", "partition_spec") if hasattr(sharding, name)
+    }
+    if "shape" in fields:
+        fields["shape"] = [int(size) for size in fields["shape"]]
+    return f"{type(sharding).__name__}({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """The array metadata in a tree of Orbax metadata."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _leaves(value)
+    elif hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        yield tree
+
+
+def _file_spec(directory: Path) -> dict[str, str]:
+    return {"driver": "file", "path": f"{directory.resolve()}/"}
+
+
+def _file_sizes(items: Path) -> Iterator[tuple[str, int]]:
+    for path in items.rglob("*"):
+        if path.is_file():
+            yield path.relative_to(items).as_posix(), path.stat().st_size
+
+
+def _ocdbt_sizes(items: Path) -> Iterator[tuple[str, int]]:
+    """Bytes of every value in the OCDBT database, from its index alone."""
+    base = ts.KvStore.open(_file_spec(items)).result()
+
+    def walk(location: str, prefix: bytes) -> Iterator[tuple[str, int]]:
+        node = ts.ocdbt.dump(base, location).result()
+        for entry in node["entries"]:
+            if node["height"]:
+                yield from walk(entry["location"], prefix + entry["subtree_common_prefix"])
+            elif "inline_value" in entry:
+                yield (prefix + entry["key"]).decode(), len(entry["inline_value"])
+            else:
+                yield (prefix + entry["key"]).decode(), int(entry["indirect_value"].rpartition(":")[2])
+
+    version = ts.ocdbt.dump(base).result()["versions"][-1]
+    if "location" in version["root"]:
+        yield from walk(version["root"]["location"], b"")
