@@ -95,8 +95,6 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
     "data-half": lambda output: size_below(output) > 50_000_000,
     "data-almost": lambda output: size_below(output) > 85_000_000,
     "metadata": lambda output: any(list(path.rglob("_METADATA")) for path in partial(output)),
-        path.rglob("_METADATA") and list(path.rglob("_METADATA")) for path in partial(output)
-    ),
     "item-finished": lambda output: any((path / "items").exists() for path in partial(output)),
 }
 
