@@ -14,6 +14,8 @@ from converter.geometry import check_tensors, make_geometry
 from converter.hf.repository import NUMPY_DTYPES, Repository, locate, open_repository
 from converter.mapping import Geometry, parameters
 from converter.maxtext import devices
+from converter.maxtext.checkpoint import is_complete
+from converter.maxtext.layout import ITEM
 from converter.maxtext.orbax import OpenArray, Storage, save
 from converter.plan import Plan, make_plan
 from converter.progress import Meter, Phases
@@ -126,7 +128,7 @@ def _already_there(request: Request, fingerprint: str) -> bool:
             raise RequestError(f"{step} is no checkpoint and will not be overwritten; move it away")
         return False
     record = output.read_record(step)
-    if record is None or record.get("fingerprint") != fingerprint:
+    if record is None or record.get("fingerprint") != fingerprint or not is_complete(step / ITEM):
         raise RequestError(
             f"{step} exists and is not the complete result of this request; "
             "give --if_exists=overwrite or another directory"
