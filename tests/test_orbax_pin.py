@@ -55,11 +55,12 @@ def private_attributes(path: Path) -> set[str]:
 
 
 def project_files() -> list[Path]:
-    """The project's Python files, tests excepted."""
+    """The project's Python files, tests excepted; environments lie in folders that begin with a dot."""
     return [
         path
         for folder in ("converter", "benchmarks", "jobs", "infra", "images")
         for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
     ]
 
 
