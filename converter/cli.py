@@ -64,9 +64,13 @@ def to_maxtext(argv: list[str]) -> int:
             shown = f"--{name}" if option.own else name
             print(f"  {shown:32} {option.help}")
         return 0
-    from converter.run import run_conversion
 
-    return _guarded(lambda: run_conversion(argv))
+    def run() -> int:
+        from converter.run import run_conversion
+
+        return run_conversion(argv)
+
+    return _guarded(run)
 
 
 def inspect(argv: list[str]) -> int:
@@ -147,13 +151,13 @@ def _parser(command: str, description: str) -> _Parser:
 
 def _guarded(run: Callable[[], int]) -> int:
     """Run, turning every way to fail into one line on stderr and an exit code."""
+    signal.signal(signal.SIGTERM, _terminate)
     memory.configure()
     log.setLevel(logging.INFO)
     log.propagate = False
     log.handlers = [logging.StreamHandler(sys.stderr)]
     # Orbax logs every failure in each of its threads, with a traceback; ours is the one line the user gets.
     absl_logging.get_absl_logger().disabled = True
-    signal.signal(signal.SIGTERM, _terminate)
     try:
         return run()
     except ConverterError as error:

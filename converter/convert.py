@@ -202,6 +202,9 @@ def _save(request: Request, target: Path, plan: Plan, write: Write, stop: thread
             write=write,
         )
         try:
+            while not saving.done():
+                # Not for ever at once: a signal that arrives just before the wait begins would only be seen after it.
+                wait([saving], timeout=0.1)
             saving.result()
         except BaseException as error:
             stop.set()

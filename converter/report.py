@@ -160,15 +160,21 @@ def _shortened(text: str) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all; a device or pipe is written as it is."""
-    if path.exists() and not path.is_file():
+    """Write a file that appears whole or not at all; what cannot be replaced, a device or a mount, is written into."""
+    if path.exists() and (not path.is_file() or not os.access(path.parent, os.W_OK)):
         path.write_bytes(content)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_bytes(content)
-        partial.replace(path)
+        try:
+            partial.replace(path)
+        except OSError:
+            # A file that is a mount of its own.
+            if not path.is_file():
+                raise
+            path.write_bytes(content)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -50,10 +50,16 @@ def pin(repo: str, *, revision: str | None, token: str | None) -> Pinned:
     from huggingface_hub import HfApi, constants, snapshot_download
 
     if constants.HF_HUB_OFFLINE:
-        root = _try(repo, revision, lambda: snapshot_download(repo, revision=revision, local_files_only=True))
+        root = _try(
+            repo,
+            revision,
+            lambda: snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[CONFIG]),
+        )
         return Pinned(repo, Path(root).name, (), {})
     api = HfApi(token=token)
     info = _try(repo, revision, lambda: api.model_info(repo, revision=revision, files_metadata=True, timeout=30))
+    # Notes in the cache which commit the branch is at, for runs that may not ask.
+    _try(repo, revision, lambda: snapshot_download(repo, revision=revision, token=token, allow_patterns=[CONFIG]))
     siblings = info.siblings or []
     return Pinned(
         repo,
@@ -83,11 +89,9 @@ def download(pinned: Pinned, token: str | None) -> Path:
             )
         )
 
-    if not pinned.files:
-        return fetch([CONFIG, INDEX, "*.safetensors"])
-    described = [name for name in (CONFIG, INDEX) if name in pinned.files]
-    root = fetch(described)
-    return fetch([*described, *weight_files(root, pinned.files, pinned.repo)])
+    root = fetch([CONFIG, INDEX])
+    names = pinned.files or [path.name for path in root.iterdir()]
+    return fetch([CONFIG, INDEX, *weight_files(root, names, pinned.repo)])
 
 
 def _configure() -> None:
@@ -130,6 +134,8 @@ def _try(repo: str, revision: str | None, call: Callable[[], T]) -> T:
             raise RequestError(f"the hub refuses {where} (HTTP {status})") from error
         raise WorldError(f"the hub failed with HTTP {status} for {where}; try again later") from error
     except FileNotFoundError as error:
+        if _is_transient(error):
+            raise WorldError(f"downloading {repo} failed: {_one_line(error)}; try again") from error
         raise RequestError(f"{repo} is not in the local cache, and the hub cannot be asked") from error
     except OSError as error:
         raise WorldError(f"downloading {repo} failed: {_one_line(error)}; try again") from error
@@ -156,6 +162,9 @@ def _interruptible(call: Callable[[], T]) -> T:
             result.set_exception(error)
 
     threading.Thread(target=run, name="hub", daemon=True).start()
+    while not result.done():
+        # Not for ever at once: a signal that arrives just before the wait begins would only be seen after it.
+        wait([result], timeout=0.1)
     return result.result()
 
 

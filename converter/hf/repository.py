@@ -153,11 +153,16 @@ def locate(location: str, *, revision: str | None, token: str | None) -> Source:
 
 def _identity(folder: Path) -> dict[str, Any]:
     """Names, sizes and times of the files a conversion reads; the folder's own path does not matter."""
-    stats = {
-        path.name: path.stat()
-        for path in sorted(folder.iterdir())
-        if path.suffix in (".json", ".safetensors") and path.is_file()
-    }
+    try:
+        stats = {
+            path.name: path.stat()
+            for path in sorted(folder.iterdir())
+            if path.suffix in (".json", ".safetensors") and path.is_file()
+        }
+    except PermissionError as error:
+        raise RequestError(f"{folder} may not be read by this user") from error
+    except OSError as error:
+        raise WorldError(f"{folder} cannot be read: {error.strerror or error}") from error
     return {"files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}}
 
 
