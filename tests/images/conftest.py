@@ -1,0 +1,121 @@
+"""The image, built once for all tests here: on $BASE_IMAGE, else on a Debian with Python made for the purpose.
+
+docs/images.md tells what a machine needs for it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.checkpoints import write_checkpoint
+from benchmarks.demo import GEOMETRY
+from containers import USER, Containers
+
+ROOT = Path(__file__).parent.parent.parent
+CA = Path("/etc/ssl/certs/ca-certificates.crt")
+SECRET = "do-not-keep-this-3f9a"
+"""Stands in the pip.conf that the build gets."""
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all of podman's and buildah's files go."""
+    tools = ["make", "buildah", "podman", "runc", *([] if os.environ.get("BASE_IMAGE") else ["mmdebstrap"])]
+    missing = [tool for tool in tools if not shutil.which(tool)]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: apt-get install buildah podman runc mmdebstrap")
+    if os.geteuid() != 0:
+        pytest.skip("needs root: for a base image of its own, another user's id and a memory limit")
+    return tmp_path_factory.mktemp("images")
+
+
+@pytest.fixture(scope="session")
+def environment(folder: Path) -> Iterator[dict[str, str]]:
+    """Of buildah and podman; their storage is removed in the end."""
+    configuration = folder / "storage.conf"
+    driver = os.environ.get("STORAGE_DRIVER", "overlay")
+    configuration.write_text(
+        f'[storage]\ndriver = "{driver}"\ngraphroot = "{folder}/storage"\nrunroot = "{folder}/run"\n'
+    )
+    # Without the privileges of a daemon: chroot instead of containers for the build's own steps.
+    environment = {**os.environ, "CONTAINERS_STORAGE_CONF": str(configuration), "BUILDAH_ISOLATION": "chroot"}
+    yield environment
+    for command in ("rm --all --force", "image umount --all --force"):
+        subprocess.run(["podman", *command.split()], env=environment, check=False, capture_output=True)
+    # The driver binds its folder to itself.
+    subprocess.run(["umount", folder / "storage" / driver], check=False, capture_output=True)
+    shutil.rmtree(folder / "storage", ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def base(folder: Path, environment: dict[str, str]) -> str:
+    """The image to build on, in place of the official one where no registry is at hand: as small, also without the
+    standard library's compiled modules; Debian's own Python; and this machine's certificates, so that pip reaches its
+    index from here.
+    """
+    if os.environ.get("BASE_IMAGE"):
+        return os.environ["BASE_IMAGE"]
+    archive, name = folder / "base.tar", "localhost/debian-python"
+    nothing_of = [f"--dpkgopt=path-exclude=/usr/share/{each}/*" for each in ("doc", "man", "locale")]
+    hooks = ['--customize-hook=find "$1"/usr/lib/python3* -name __pycache__ -prune -exec rm -r {} +']
+    if CA.exists():
+        hooks.append(f"--customize-hook=copy-in {CA} {CA.parent}")
+    packages = "python3,python3-venv,ca-certificates"
+    command = ["mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", f"--include={packages}"]
+    _run([*command, *nothing_of, *hooks, "bookworm", archive], environment)
+    _run(["podman", "import", "--quiet", archive, name], environment)
+    archive.unlink()
+    return name
+
+
+@pytest.fixture(scope="session")
+def containers(folder: Path, base: str, environment: dict[str, str]) -> Containers:
+    """The image, built by `make image`."""
+    name = "localhost/converter:test"
+    configuration = folder / "pip.conf"
+    configuration.write_text(f"[global]\n# {SECRET}\ntimeout = 180\n")
+    settings = {
+        "BUILDER": "buildah",
+        "BASE_IMAGE": base,
+        "IMAGE": name,
+        "SOURCE": "https://example.com/a/repository",
+        "PIP_CONF": os.environ.get("PIP_CONF", str(configuration)),
+    }
+    _run(["make", "--no-print-directory", "image"], {**environment, **settings})
+    return Containers(name, environment)
+
+
+@pytest.fixture(scope="session")
+def tree(containers: Containers) -> Iterator[Path]:
+    """The image's files, as a folder here."""
+    yield Path(containers.podman("image", "mount", containers.image).strip())
+    containers.podman("image", "umount", containers.image)
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face checkpoint: the demo's."""
+    source = tmp_path_factory.mktemp("source")
+    write_checkpoint(source, "qwen3-0.6b", file_bytes=40_000_000, **GEOMETRY)
+    return source
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """A folder that only the container's user may write."""
+    output = tmp_path / "output"
+    output.mkdir()
+    os.chown(output, USER, USER)
+    return output
+
+
+def _run(command: list[str | Path], environment: dict[str, str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.fail(f"{command[0]} failed:\n{(done.stdout + done.stderr)[-4000:]}", pytrace=False)
