@@ -1,4 +1,4 @@
-"""The image, built once for all tests here: on $BASE_IMAGE, else on a Debian with Python made for the purpose.
+"""The image: $IMAGE, which podman has, or one built once for all tests here, on $BASE_IMAGE or on a small Debian.
 
 docs/images.md tells what a machine needs for it.
 """
@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from containers import USER, Containers
 
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.demo import GEOMETRY
-from containers import USER, Containers
 
 ROOT = Path(__file__).parent.parent.parent
 CA = Path("/etc/ssl/certs/ca-certificates.crt")
+SOURCE = "https://example.com/a/repository"
 SECRET = "do-not-keep-this-3f9a"
 """Stands in the pip.conf that the build gets."""
 
@@ -26,7 +27,11 @@ SECRET = "do-not-keep-this-3f9a"
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all of podman's and buildah's files go."""
-    tools = ["make", "buildah", "podman", "runc", *([] if os.environ.get("BASE_IMAGE") else ["mmdebstrap"])]
+    tools = ["podman", "runc"]
+    if not os.environ.get("IMAGE"):
+        tools += ["make", "buildah"]
+        if not os.environ.get("BASE_IMAGE"):
+            tools.append("mmdebstrap")
     missing = [tool for tool in tools if not shutil.which(tool)]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}: apt-get install buildah podman runc mmdebstrap")
@@ -37,7 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(folder: Path) -> Iterator[dict[str, str]]:
-    """Of buildah and podman; their storage is removed in the end."""
+    """Of buildah and podman. What they make is kept apart from this machine's own images and removed in the end."""
+    if os.environ.get("IMAGE"):
+        yield dict(os.environ)
+        return
     configuration = folder / "storage.conf"
     driver = os.environ.get("STORAGE_DRIVER", "overlay")
     configuration.write_text(
@@ -75,16 +83,18 @@ def base(folder: Path, environment: dict[str, str]) -> str:
 
 
 @pytest.fixture(scope="session")
-def containers(folder: Path, base: str, environment: dict[str, str]) -> Containers:
+def containers(folder: Path, environment: dict[str, str], request: pytest.FixtureRequest) -> Containers:
     """The image, built by `make image`."""
+    if os.environ.get("IMAGE"):
+        return Containers(os.environ["IMAGE"], environment)
     name = "localhost/converter:test"
     configuration = folder / "pip.conf"
     configuration.write_text(f"[global]\n# {SECRET}\ntimeout = 180\n")
     settings = {
         "BUILDER": "buildah",
-        "BASE_IMAGE": base,
+        "BASE_IMAGE": request.getfixturevalue("base"),
         "IMAGE": name,
-        "SOURCE": "https://example.com/a/repository",
+        "SOURCE": SOURCE,
         "PIP_CONF": os.environ.get("PIP_CONF", str(configuration)),
     }
     _run(["make", "--no-print-directory", "image"], {**environment, **settings})
@@ -101,7 +111,7 @@ def tree(containers: Containers) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face checkpoint: the demo's."""
-    source = tmp_path_factory.mktemp("source")
+    source = tmp_path_factory.mktemp("source") / "qwen3"  # pytest's own folder is closed to others
     write_checkpoint(source, "qwen3-0.6b", file_bytes=40_000_000, **GEOMETRY)
     return source
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, SECRET
+from conftest import ROOT, SECRET, SOURCE
 from containers import USER, Containers
 
 import converter
@@ -36,7 +37,7 @@ def test_labels(config: dict[str, Any]) -> None:
     labels = {key.removeprefix("org.opencontainers.image."): value for key, value in config["Labels"].items()}
     assert labels["version"] == converter.__version__
     assert re.fullmatch(r"([0-9a-f]{40}(-dirty)?)?", labels["revision"])
-    assert labels["source"] == "https://example.com/a/repository"
+    assert labels["source"] == os.environ.get("SOURCE", SOURCE)
     assert labels["licenses"] == "Apache-2.0"
     assert labels["title"]
     assert labels["description"]
