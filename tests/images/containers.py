@@ -52,7 +52,8 @@ class Containers:
             *("--memory", str(MEMORY), "--memory-swap", str(MEMORY)),
             # podman's own defaults are above what a container without CAP_SYS_RESOURCE around it may set.
             *(word for kind in ("nofile", "nproc") for word in ("--ulimit", f"{kind}={_ulimit(kind)}")),
-            *(word for path in WRITABLE if path not in mounts for word in ("--tmpfs", f"{path}:mode=1777,notmpcopyup")),
+            # U: the user's, as a pod's fsGroup makes an emptyDir.
+            *(word for path in WRITABLE if path not in mounts for word in ("--tmpfs", f"{path}:U")),
             *(word for path, here in mounts.items() for word in ("--volume", f"{here}:{path}")),
             *(word for key, value in (env or {}).items() for word in ("--env", f"{key}={value}")),
             *(("--name", name) if name else ()),
