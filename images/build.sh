@@ -5,7 +5,8 @@
 #   PLATFORM    of the machines that run it (linux/amd64, the pool's)
 #   BUILDER     docker, podman or buildah
 #   PIP_CONF    a pip.conf for the build (a mirror, its credentials, a CA); it does not get into the image
-#   SOURCE      the repository's address, for the label (origin's)
+#   SOURCE      the repository's address, for the labels (origin's)
+#   REVISION    the commit, for the labels (the one checked out, and whether files differ from it)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 name=$1
@@ -22,8 +23,7 @@ if [[ -z $builder ]]; then
 fi
 
 version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' converter/__init__.py)
-revision=$(git rev-parse HEAD 2>/dev/null || true)
-if [[ -n $revision && -n $(git status --porcelain) ]]; then revision+=-dirty; fi
+revision=${REVISION-$(git describe --always --abbrev=40 --match '' --dirty 2>/dev/null || true)}
 # Without what may stand before the host: a token.
 source=${SOURCE-$(git remote get-url origin 2>/dev/null | sed -E 's#^(https?://)[^@/]*@#\1#' || true)}
 
