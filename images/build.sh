@@ -31,7 +31,11 @@ arguments=(
   --file "images/$name/Dockerfile"
   --tag "${IMAGE:-$name:$version}"
   --platform "${PLATFORM:-linux/amd64}"
-  --build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "SOURCE=$source"
+  --build-arg "SOURCE=$source" --build-arg "VERSION=$version" --build-arg "REVISION=$revision"
+  # Again: podman 4 and its buildah take the Dockerfile's labels from their cache, whatever the arguments are now.
+  --label "org.opencontainers.image.source=$source"
+  --label "org.opencontainers.image.version=$version"
+  --label "org.opencontainers.image.revision=$revision"
 )
 if [[ -n ${BASE_IMAGE:-} ]]; then arguments+=(--build-arg "BASE_IMAGE=$BASE_IMAGE"); fi
 if [[ -n ${PIP_CONF:-} ]]; then arguments+=(--secret "id=pip,src=$PIP_CONF"); fi

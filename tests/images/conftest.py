@@ -87,18 +87,22 @@ def containers(folder: Path, environment: dict[str, str], request: pytest.Fixtur
     """The image, built by `make image`."""
     if os.environ.get("IMAGE"):
         return Containers(os.environ["IMAGE"], environment)
-    name = "localhost/converter:test"
     configuration = folder / "pip.conf"
     configuration.write_text(f"[global]\n# {SECRET}\ntimeout = 180\n")
-    settings = {
+    environment = {
+        **environment,
         "BUILDER": "buildah",
         "BASE_IMAGE": request.getfixturevalue("base"),
-        "IMAGE": name,
         "SOURCE": SOURCE,
         "PIP_CONF": os.environ.get("PIP_CONF", str(configuration)),
     }
-    _run(["make", "--no-print-directory", "image"], {**environment, **settings})
-    return Containers(name, environment)
+    return make_image(Containers("localhost/converter:test", environment))
+
+
+def make_image(containers: Containers) -> Containers:
+    """`make image`."""
+    _run(["make", "--no-print-directory", "image"], {**containers.environment, "IMAGE": containers.image})
+    return containers
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,17 +41,17 @@ class Containers:
         entrypoint: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         mounts: Mapping[str, Path] | None = None,
-        flags: Sequence[str] = (),
+        memory: int = MEMORY,
     ) -> subprocess.Popen[str]:
         """Start a container that may do as little as a pod's: no root, no capabilities, nothing to write but `mounts`
-        (path in the container -> here) and a tmpfs for each of WRITABLE that is not among them, 1 GiB, no network.
+        (path in the container -> here) and a tmpfs for each of WRITABLE that is not among them, so many bytes of memory, no network.
         """
         mounts = mounts or {}
         words = [
             *("podman", "--runtime", "runc", "run", "--rm", "--network", "none"),
             *("--user", f"{USER}:{USER}", "--cap-drop", "all", "--security-opt", "no-new-privileges"),
             *("--read-only", "--read-only-tmpfs=false"),
-            *("--memory", str(MEMORY), "--memory-swap", str(MEMORY)),
+            *("--memory", str(memory), "--memory-swap", str(memory)),
             # podman's own defaults are above what a container without CAP_SYS_RESOURCE around it may set.
             *(word for kind in ("nofile", "nproc") for word in ("--ulimit", f"{kind}={_ulimit(kind)}")),
             # U: the user's, as a pod's fsGroup makes an emptyDir.
@@ -58,7 +60,6 @@ class Containers:
             *(word for key, value in (env or {}).items() for word in ("--env", f"{key}={value}")),
             *(("--name", name) if name else ()),
             *(("--entrypoint", entrypoint[0]) if entrypoint else ()),
-            *flags,
             self.image,
             *entrypoint[1:],
             *(str(each) for each in arguments),
@@ -82,6 +83,18 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> subprocess.C
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def wait(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for something to be so."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        # Files come and go.
+        with contextlib.suppress(OSError):
+            if condition():
+                return
+        time.sleep(0.005)
+    raise AssertionError(f"waited {seconds} s in vain")
 
 
 def _ulimit(kind: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, SECRET, SOURCE
+from conftest import ROOT, SECRET, SOURCE, make_image
 from containers import USER, Containers
 
 import converter
@@ -22,10 +22,14 @@ pytestmark = pytest.mark.slow
 LIMIT = 1.1e9
 
 
-@pytest.fixture(scope="module")
-def config(containers: Containers) -> dict[str, Any]:
+def inspect(containers: Containers) -> dict[str, Any]:
     inspected: dict[str, Any] = json.loads(containers.podman("image", "inspect", containers.image))[0]
     return inspected
+
+
+@pytest.fixture(scope="module")
+def config(containers: Containers) -> dict[str, Any]:
+    return inspect(containers)
 
 
 def test_size(config: dict[str, Any]) -> None:
@@ -42,6 +46,17 @@ def test_labels(config: dict[str, Any]) -> None:
     assert labels["title"]
     assert labels["description"]
     assert labels["base.name"]
+
+
+@pytest.mark.parametrize("builder", ["buildah", "podman"])
+def test_labels_are_of_this_build(builder: str, containers: Containers) -> None:
+    """Also where all layers come from the cache."""
+    if os.environ.get("IMAGE"):
+        pytest.skip("needs the cache of a build: unset IMAGE")
+    environment = {**containers.environment, "BUILDER": builder, "REVISION": f"by-{builder}"}
+    again = make_image(Containers("localhost/converter:again", environment))
+    assert inspect(again)["Labels"]["org.opencontainers.image.revision"] == f"by-{builder}"
+    assert inspect(again)["RootFS"]["Layers"] == inspect(containers)["RootFS"]["Layers"]
 
 
 def test_configuration(config: dict[str, Any]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from containers import MEMORY, USER, Containers, finish
+from containers import MEMORY, USER, Containers, finish, wait
 
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.demo import GEOMETRY
@@ -131,15 +129,3 @@ def test_sigterm(containers: Containers, tmp_path: Path, output: Path) -> None:
     assert "SIGTERM" in done.stderr.splitlines()[-1]
     assert json.loads((output / "message.json").read_text())["exit_code"] == 143
     assert files_below(output) == {"message.json"}
-
-
-def wait(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait for something to be so."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        # Files come and go.
-        with contextlib.suppress(OSError):
-            if condition():
-                return
-        time.sleep(0.005)
-    raise AssertionError(f"waited {seconds} s in vain")
