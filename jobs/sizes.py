@@ -69,8 +69,8 @@ def sizes(model: Model, settings: Settings) -> Sizes:
     needed = cache + 2 * SCRATCH_GIB + _LOGS_GIB
     if not in_memory and needed > settings.storage_gib:
         raise RequestError(
-            f"{model.name}: its download needs {needed} GiB, more than a pod's memory allows and more than the "
-            f"{settings.storage_gib} GiB of disk it gets; give the pool a larger diskSizeGb or local SSDs (localSsdCount)"
+            f"{model.name}: its download needs {needed} GiB, more than a pod's memory allows and more than its "
+            f"{settings.storage_gib} GiB of disk; give the pool a larger diskSizeGb or local SSDs (localSsdCount)"
         )
     room = (settings.memory_gib - _PROCESS_GIB - (cache if in_memory else 0)) / _BUDGET_FACTOR
     budget = math.floor(min(max(room, _LEAST_BUDGET_GIB), _MOST_BUDGET_GIB))
