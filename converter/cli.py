@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from absl import logging as absl_logging
+
 from converter import __version__, memory
 from converter.errors import ConverterError, RequestError, Terminated
 from converter.words import OPTIONS, suggest
@@ -148,6 +150,8 @@ def _guarded(run: Callable[[], int]) -> int:
     log.setLevel(logging.INFO)
     log.propagate = False
     log.handlers = [logging.StreamHandler(sys.stderr)]
+    # Orbax logs every failure in each of its threads, with a traceback; ours is the one line the user gets.
+    absl_logging.get_absl_logger().disabled = True
     signal.signal(signal.SIGTERM, _terminate)
     try:
         return run()

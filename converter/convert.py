@@ -149,6 +149,7 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
         writer = Writer(
             planned.schedule,
             repository.array,
+            repository.prefetch if planned.schedule.rereads(memory.limit()) else None,
             digests.add if request.report is not None else None,
             meter.add,
             stop,

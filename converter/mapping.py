@@ -44,6 +44,16 @@ class View:
             axis += stacked <= axis
         return axis
 
+    def extent(self, box: Box) -> tuple[int, int]:
+        """The first element of the stored tensor that a box of the view touches, and the end of the last."""
+        parts = [part for axis, part in enumerate(box) if axis not in self.stacked]
+        first = last = 0
+        for position, size in enumerate(self.split):
+            part = parts[self.order.index(position)]
+            first = first * size + part.start
+            last = last * size + part.stop - 1
+        return first, last + 1
+
 
 @dataclass(frozen=True)
 class Piece:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from converter.errors import RequestError, WorldError
-from converter.maxtext.orbax import ITEM
+from converter.maxtext.layout import ITEM, STEP
 
 RECORD = "conversion.json"
 """File in the checkpoint's directory that says which request it is the result of."""
 
-_REPLACEMENT = "0.replacement"
-_REPLACED = "0.replaced"
+_REPLACEMENT = f"{STEP}.replacement"
+_REPLACED = f"{STEP}.replaced"
 
 
 def read_record(step: Path) -> dict[str, Any] | None:
@@ -93,7 +93,7 @@ def opened(directory: Path) -> Iterator[None]:
 
 def recover(directory: Path) -> None:
     """Undo a half-made swap and remove what a killed run left."""
-    step, replaced = directory / "0", directory / _REPLACED
+    step, replaced = directory / STEP, directory / _REPLACED
     if replaced.exists() and not step.exists():
         replaced.rename(step)
     remove_partial(directory)
@@ -101,20 +101,20 @@ def recover(directory: Path) -> None:
 
 def remove_partial(directory: Path) -> None:
     """Remove everything a conversion writes before its checkpoint is complete."""
-    for pattern in (f"{_REPLACEMENT}*", _REPLACED, "0.orbax-checkpoint-tmp*"):
+    for pattern in (f"{_REPLACEMENT}*", _REPLACED, f"{STEP}.orbax-checkpoint-tmp*"):
         for path in directory.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def target(directory: Path, *, overwrite: bool) -> Path:
     """Where the checkpoint is to be written: its own place, or beside the one it will replace."""
-    step = directory / "0"
+    step = directory / STEP
     return directory / _REPLACEMENT if overwrite and step.exists() else step
 
 
 def publish(directory: Path, written: Path) -> None:
     """Put a complete checkpoint into its place, if it is not there."""
-    step = directory / "0"
+    step = directory / STEP
     if written == step:
         return
     step.rename(directory / _REPLACED)

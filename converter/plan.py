@@ -16,10 +16,8 @@ import numpy as np
 from converter.mapping import Box, Parameter
 from converter.maxtext.chunks import ChunkFormat, chunk_format
 from converter.maxtext.devices import Partition, partition
+from converter.maxtext.layout import ROOT
 from converter.maxtext.orbax import Leaf, Storage, chunk_shape, write_metadata
-
-ROOT = "params.params."
-"""Where MaxText's TrainState keeps the parameters."""
 
 
 @dataclass(frozen=True, eq=False)

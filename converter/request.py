@@ -14,6 +14,7 @@ from typing import Any
 from converter.errors import RequestError
 from converter.families import MODELS
 from converter.maxtext.devices import MAX_DEVICES
+from converter.maxtext.layout import STEP
 from converter.rules import Family, Model
 from converter.words import MAXTEXT_VERSION, Words, parse_bool, suggest
 
@@ -79,7 +80,7 @@ class Request:
     @property
     def step(self) -> Path:
         """The checkpoint's directory."""
-        return self.output / "0"
+        return self.output / STEP
 
     def content(self) -> dict[str, Any]:
         """What decides the bytes that are written, apart from the source."""

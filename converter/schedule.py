@@ -7,6 +7,7 @@ array's sources are walked once per group, from memory where the page cache hold
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,8 +28,7 @@ _STORED_FRACTION = 0.8
 
 PROMISED_BYTES = 400_000_000
 PROMISED_CHUNKS = 2.5
-"""The promise on two threads: so many bytes, and so many times the largest chunk; each further thread adds half as
-many chunks."""
+"""The promise: peak anonymous memory is at most so many bytes plus so many times the largest chunk."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class Schedule:
         group: list[Chunk] = []
         size = 0
         for array in self.plan.arrays:
+            if group and array.strided and size + array.nbytes > self.budget:
+                # An array that began in what is left of a group would be walked once more.
+                yield tuple(group)
+                group, size = [], 0
             for chunk in array.chunks():
                 if group and size + chunk.nbytes > self.budget:
                     yield tuple(group)
@@ -72,6 +76,15 @@ class Schedule:
         chunks = max(self.groups, key=lambda group: sum(chunk.nbytes for chunk in group), default=())
         size = sum(chunk.nbytes for chunk in chunks)
         return _process(self.plan.devices) + _peak(size, len(chunks), self.plan.largest_chunk, self.threads)
+
+    def rereads(self, memory_limit: int) -> bool:
+        """Whether the page cache is too small for the sources that a pass over them leaves for the next pass.
+
+        Args:
+          memory_limit: bytes this process may use, its page cache included.
+        """
+        walked = (array.nbytes for array in self.plan.arrays if self.passes(array) > 1)
+        return max(walked, default=0) > memory_limit - self.peak_memory
 
     def passes(self, array: ArrayPlan) -> int:
         """How often the array's sources are walked."""
@@ -102,9 +115,8 @@ def default_budget(plan: Plan, threads: int, memory_limit: int) -> int:
       memory_limit: bytes this process may use.
     """
     chunk = max(1, plan.largest_chunk)
-    promised = PROMISED_BYTES + PROMISED_CHUNKS * chunk * max(1.0, threads / 2)
+    promised = PROMISED_BYTES + PROMISED_CHUNKS * chunk
     room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices)
-    count = 1
-    while _peak((count + 1) * chunk, count + 1, chunk, threads) <= room:
-        count += 1
-    return count * chunk
+    counts = range(1, max(2, int(room // chunk) + 1))
+    fitting = bisect.bisect_right(counts, room, key=lambda count: _peak(count * chunk, count, chunk, threads))
+    return max(1, fitting) * chunk

@@ -37,6 +37,7 @@ class Writer:
 
     Attributes:
       read: gives a stored tensor as an array, without reading it.
+      prefetch: reads a range of a tensor's elements ahead; None leaves that to the kernel.
       on_chunk: called with each filled chunk and its content, from several threads.
       on_stored: called with each chunk's uncompressed and stored bytes, from several threads.
       stop: when set, the writer gives up at the next opportunity.
@@ -44,6 +45,7 @@ class Writer:
 
     schedule: Schedule
     read: ReadTensor
+    prefetch: Callable[[str, int, int], None] | None
     on_chunk: Callable[[Chunk, np.ndarray], None] | None
     on_stored: Callable[[int, int], None]
     stop: threading.Event
@@ -81,6 +83,8 @@ class Writer:
         def fill(task: _Task) -> None:
             if self.stop.is_set():
                 raise Stopped
+            if self.prefetch is not None and task.first:
+                self.prefetch(task.piece.tensor, *task.piece.view.extent(task.source))
             view = task.piece.view.of(self.read(task.piece.tensor))
             copy_box(buffers[task.chunk][task.target], view[task.source], task.chunk.array.parameter.steps)
 
@@ -167,12 +171,13 @@ def _buffer(chunk: Chunk) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Task:
-    """Copy a box of a piece's view into a box of a chunk's buffer."""
+    """Copy a box of a piece's view into a box of a chunk's buffer; `first`: no earlier task reads those rows."""
 
     piece: Piece
     chunk: Chunk
     target: Box
     source: Box
+    first: bool
 
 
 def _tasks(group: tuple[Chunk, ...]) -> Iterator[_Task]:
@@ -184,8 +189,11 @@ def _tasks(group: tuple[Chunk, ...]) -> Iterator[_Task]:
         for piece in chunks[0].array.parameter.pieces:
             boxes = [(chunk, *found) for chunk in chunks if (found := intersect(piece, chunk.box))]
             parts = [
-                [_Task(piece, chunk, target, source) for target, source in _split(piece, chunk, target, source)]
-                for chunk, target, source in boxes
+                [
+                    _Task(piece, chunk, *box, first=not (i and chunk.array.strided))
+                    for box in _split(piece, chunk, target, source)
+                ]
+                for i, (chunk, target, source) in enumerate(boxes)
             ]
             for i in range(max(map(len, parts), default=0)):
                 yield from (tasks[i] for tasks in parts if i < len(tasks))

@@ -25,7 +25,7 @@ from converter.geometry import check_architecture
 from converter.hf.repository import Repository, locate, open_repository
 from converter.mapping import Box, Geometry, Parameter, parameters
 from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, stored_arrays
-from converter.plan import ROOT
+from converter.maxtext.layout import ROOT
 from converter.progress import Meter
 from converter.rules import Family
 from converter.show import shape_text, table

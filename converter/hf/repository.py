@@ -24,6 +24,9 @@ NUMPY_DTYPES = {
 }
 """safetensors dtypes that can be read as arrays -> numpy's."""
 
+_PREFETCH_BYTES = 1 << 20
+"""What the kernel surely reads at one request; of a larger one it may read the beginning only."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -56,6 +59,7 @@ class Repository:
     files: tuple[SourceFile, ...]
     tensors: Mapping[str, StoredTensor]
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict, repr=False, compare=False)
+    _exact: set[Path] = field(default_factory=set, repr=False, compare=False)
 
     def array(self, name: str) -> np.ndarray:
         """The tensor as a read-only, memory-mapped array: pages are read when they are touched."""
@@ -66,6 +70,24 @@ class Repository:
         count = tensor.nbytes // dtype.itemsize
         mapped = self._map(tensor.file)
         return np.frombuffer(mapped, dtype, count, tensor.offset).reshape(tensor.shape)
+
+    def prefetch(self, name: str, first: int, end: int) -> None:
+        """Read elements `first` to `end` of a tensor into the page cache, and no others.
+
+        By itself the kernel reads megabytes around every page that is touched, which is right where memory holds them
+        until they are needed and wasteful where it does not: so that is switched off from here on.
+        """
+        tensor = self.tensors[name]
+        mapped = self._map(tensor.file)
+        if tensor.file not in self._exact:
+            mapped.madvise(mmap.MADV_RANDOM)
+            self._exact.add(tensor.file)
+        size = NUMPY_DTYPES[tensor.dtype].itemsize
+        begin = tensor.offset + first * size
+        begin -= begin % mmap.PAGESIZE
+        stop = tensor.offset + end * size
+        for start in range(begin, stop, _PREFETCH_BYTES):
+            mapped.madvise(mmap.MADV_WILLNEED, start, min(_PREFETCH_BYTES, stop - start))
 
     def positions(self) -> dict[str, int]:
         """The rank of every tensor in the order in which the files hold them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from converter.errors import RequestError, WorldError
-from converter.maxtext.orbax import ITEM
+from converter.maxtext.layout import ITEM
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     """
     if "://" in str(path):
         raise RequestError(f"{path}: only local paths can be read yet")
-    items = _items(path)
+    items = _items(Path(os.path.abspath(path)))  # noqa: PTH100 - `..` without following links
     try:
         metadata = json.loads((items / "_METADATA").read_bytes())
     except ValueError as error:

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from converter.mapping import Geometry
-from converter.maxtext.orbax import ITEM
+from converter.maxtext.layout import ITEM
 from converter.request import Request
 from converter.rules import Config, Family
 

@@ -11,7 +11,6 @@ Pinned to orbax-checkpoint 0.12.8. When an upgrade breaks this file, look at: th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,19 +32,13 @@ from orbax.checkpoint._src.serialization import (
 )
 
 from converter.maxtext import devices
-
-ITEM = "items"
-"""Name of MaxText's checkpoint item."""
-
-STEP = "0"
+from converter.maxtext.layout import ITEM
 
 DATA_FILE_BYTES = 2 << 30
 """Target size of an OCDBT data file, MaxText's DEFAULT_OCDBT_TARGET_DATA_FILE_SIZE."""
 
 _NODE_CACHE_BYTES = 16 << 20
 """Cache of the OCDBT database's index while it is written; Orbax's own limit is 100 MB."""
-
-logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Scripts that measure the converter: against `cp`, `zstd` and MaxText's own, on checkpoints of any supported size."""
