@@ -102,9 +102,10 @@ def parse(data: Any) -> Catalogue:
       RequestError: the file breaks its schema, or contradicts itself.
     """
     schema = json.loads((FOLDER / "catalogue.schema.json").read_text())
-    validator = jsonschema.Draft202012Validator(schema)
-    error = jsonschema.exceptions.best_match(validator.iter_errors(data))
-    if error is not None:
+    errors = list(jsonschema.Draft202012Validator(schema).iter_errors(data))
+    if errors:
+        # A wrong value makes its whole object "unevaluated" too, which says less.
+        error = min(errors, key=lambda each: each.validator == "unevaluatedProperties")
         raise RequestError(f"models.yaml: {'.'.join(map(str, error.absolute_path)) or 'top level'}: {error.message}")
     models = {name: _model(name, {**data["defaults"], **entry}) for name, entry in data["models"].items()}
     groups: dict[str, str] = {}

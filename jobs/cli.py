@@ -187,7 +187,7 @@ def cost(options: argparse.Namespace) -> int:
             f"{each.tpu_hours:.2f}",
             f"{each.tpu_dollars:.2f}",
             f"{each.saving_percent:.1f} %",
-            "" if each.measured else "estimated",
+            "" if each.given else "estimated",
         )
         for each in (*table, summed)
     ]
@@ -526,5 +526,5 @@ def _cost_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine-type", default="n2-highmem-64", metavar="NAME", help="of the pool")
     parser.add_argument("--node-price", type=float, default=None, metavar="DOLLARS", help="an hour, as for Spot")
     parser.add_argument("--hours", type=_seconds, default=None, help="of each Job (default: estimated from its size)")
-    parser.add_argument("--tpu-hours", type=_seconds, default=None, help="of each slice (default: those of the Job)")
+    parser.add_argument("--tpu-hours", type=_seconds, default=None, help="of each slice (default: those of the node)")
     parser.add_argument("--times", default="", metavar="FILE", help="measured, of `status --json`")

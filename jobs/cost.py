@@ -27,7 +27,7 @@ class Cost:
       job_hours: the Job's own time.
       node_hours: what is paid for it, the node's start and end included.
       tpu_hours: of the slice.
-      measured: whether the time was given, not estimated.
+      given: whether the time was given, not estimated.
     """
 
     model: str
@@ -36,7 +36,7 @@ class Cost:
     dollars: float
     tpu_hours: float
     tpu_dollars: float
-    measured: bool
+    given: bool
 
     @property
     def saving_percent(self) -> float:
@@ -98,14 +98,14 @@ def costs(
     Args:
       price: dollars an hour of a node.
       hours: of the Job, per model; estimated where absent.
-      tpu_hours: of the slice, per model; the Job's hours where absent.
+      tpu_hours: of the slice, per model; as many as of the node where absent.
     """
     around = prices()["pool"]["minutes_around"] / 60
     table = []
     for model in models:
-        measured = (hours or {}).get(model.name)
-        job = estimated_hours(model) if measured is None else measured
-        tpu = (tpu_hours or {}).get(model.name, job)
+        given = (hours or {}).get(model.name)
+        job = estimated_hours(model) if given is None else given
+        tpu = (tpu_hours or {}).get(model.name, job + around)
         table.append(
             Cost(
                 model=model.name,
@@ -114,7 +114,7 @@ def costs(
                 dollars=(job + around) * price,
                 tpu_hours=tpu,
                 tpu_dollars=tpu * tpu_price(),
-                measured=measured is not None,
+                given=given is not None,
             )
         )
     return table
@@ -129,7 +129,7 @@ def total(table: Sequence[Cost]) -> Cost:
         dollars=sum(each.dollars for each in table),
         tpu_hours=sum(each.tpu_hours for each in table),
         tpu_dollars=sum(each.tpu_dollars for each in table),
-        measured=all(each.measured for each in table),
+        given=all(each.given for each in table),
     )
 
 
@@ -137,7 +137,7 @@ def verdict(summed: Cost, price: float) -> str:
     """What is true of the claim that the pool is so much cheaper, for these times."""
     claim = prices()["claim_percent"]
     saving = summed.saving_percent
-    kind = "measured" if summed.measured else "estimated"
+    kind = "given" if summed.given else "estimated"
     holds = "holds" if saving > claim else "does not hold"
     needed = summed.dollars / (1 - claim / 100) / tpu_price()
     word = "cheaper" if saving >= 0 else "dearer"

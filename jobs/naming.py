@@ -12,8 +12,9 @@ MAX_NAME = 63
 """Characters of a DNS label (RFC 1123), of a label's value, and of a Job's name, which becomes its pods' label."""
 
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_PART = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?"
 _IMAGE = re.compile(
-    r"(?P<name>[a-z0-9]([a-z0-9._-]*[a-z0-9])?(:\d+)?(/[a-z0-9]([a-z0-9._-]*[a-z0-9])?)*)"
+    rf"(?P<name>({_PART}(:\d+)?/)?{_PART}(/{_PART})*)"
     r"(?P<tag>:[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(?P<digest>@sha256:[0-9a-f]{64})?",
     re.ASCII,
 )
