@@ -218,7 +218,7 @@ def _rendered(options: argparse.Namespace) -> tuple[list[tuple[Manifest, Model]]
             model=model,
             run=run,
             image=options.image,
-            variants=pick_variants(model, _variants(options, model)),
+            variants=pick_variants(model, _variants(options, model, exact=bool(options.models))),
             priority=options.priority,
             source=options.source,
             revision=options.revision,
@@ -248,14 +248,14 @@ def _models(options: argparse.Namespace) -> list[Model]:
     return pick(options.models, models)
 
 
-def _variants(options: argparse.Namespace, model: Model) -> list[str]:
-    """The variants asked for; for many models, those of them that the model has."""
+def _variants(options: argparse.Namespace, model: Model, *, exact: bool = True) -> list[str]:
+    """The variants asked for; unless just these are meant, those of them that the model has."""
     wanted = [name for name in options.variants.split(",") if name]
     known = {name for each in catalogue().values() for name in each.variants}
     for name in wanted:
         if name not in known:
             raise RequestError(f"unknown variant {name!r}; there are {', '.join(sorted(known))}")
-    if options.models:
+    if exact:
         return wanted
     having = [name for name in wanted if name in model.variants]
     return having or wanted

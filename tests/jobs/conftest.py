@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,10 +74,10 @@ def settings() -> Any:
 
 
 @pytest.fixture
-def stack(tmp_path: Path) -> Iterator[dict[str, Any]]:
+def stack(tmp_path: Path) -> dict[str, Any]:
     """The stack `prod`, its outputs in `outputs.json`."""
     from stack import dump
 
     dumped = dump()
     (tmp_path / "outputs.json").write_text(json.dumps(dumped["outputs"]))
-    yield dumped
+    return dumped

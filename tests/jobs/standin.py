@@ -495,7 +495,7 @@ def serving(folder: Path, stack: Object) -> Iterator[tuple[Server, Path]]:
 
 def install(server: Server, objects: Any) -> None:
     """Give the stand-in a stack's namespace, queues, flavors and priorities."""
-    for each in objects:
+    for each in copy.deepcopy(list(objects)):
         name, kind = each["metadata"]["name"], each["kind"]
         if kind == "Namespace":
             server.namespaces.add(name)

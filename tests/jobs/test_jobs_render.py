@@ -454,7 +454,9 @@ def test_defaults_are_what_the_program_makes(stack: dict[str, Any]) -> None:
 def test_flags_win_over_outputs(stack: dict[str, Any]) -> None:
     settings = make(
         stack["outputs"],
-        Overrides(bucket="b-1", namespace="n", queue="q", service_account="s", secret="x", secret_key="k", node_pool="p"),
+        Overrides(
+            bucket="b-1", namespace="n", queue="q", service_account="s", secret="x", secret_key="k", node_pool="p"
+        ),
     )
     assert settings.output_root == "gs://b-1"
     assert (settings.namespace, settings.queue, settings.service_account) == ("n", "q", "s")
