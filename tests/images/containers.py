@@ -43,8 +43,8 @@ class Containers:
         mounts: Mapping[str, Path] | None = None,
         memory: int = MEMORY,
     ) -> subprocess.Popen[str]:
-        """Start a container that may do as little as a pod's: no root, no capabilities, nothing to write but `mounts`
-        (path in the container -> here) and a tmpfs for each of WRITABLE that is not among them, so many bytes of memory, no network.
+        """Start a container that may do as little as a pod's: no root, no capabilities, no network, so many bytes of
+        `memory`, nothing to write but `mounts` (path in the container -> here) and a tmpfs for each other of WRITABLE.
         """
         mounts = mounts or {}
         words = [

@@ -18,11 +18,11 @@ import pytest
 import yaml
 from conftest import ROOT
 from containers import USER, Containers, finish, wait
-from jobs.render import Container
-from jobs.render import containers as containers_of
 
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.demo import GEOMETRY
+from jobs.render import Container
+from jobs.render import containers as containers_of
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +61,7 @@ class Pod:
         return (self.folder / f"{name}.message").read_text()
 
     def _start(self, container: Container) -> subprocess.Popen[str]:
+        self.folder.mkdir(exist_ok=True)
         message = self.folder / f"{container.name}.message"
         message.touch()
         message.chmod(0o666)
@@ -83,7 +84,7 @@ class Pod:
         assert "emptyDir" in volume
         folder = self.folder / name
         if not folder.exists():
-            folder.mkdir(parents=True)
+            folder.mkdir()
             # The kubelet gives it to the fsGroup.
             os.chown(folder, 0, self.manifest["spec"]["template"]["spec"]["securityContext"]["fsGroup"])
             folder.chmod(0o2775)
