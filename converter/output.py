@@ -94,11 +94,15 @@ def _remove_empty(directories: list[Path]) -> None:
             path.rmdir()
 
 
+def half_swapped(directory: Path) -> bool:
+    """Whether a run was killed between the two renames of an overwrite."""
+    return (directory / _REPLACED).exists() and not (directory / STEP).exists()
+
+
 def recover(directory: Path) -> None:
     """Undo a half-made swap and remove what a killed run left."""
-    step, replaced = directory / STEP, directory / _REPLACED
-    if replaced.exists() and not step.exists():
-        replaced.rename(step)
+    if half_swapped(directory):
+        (directory / _REPLACED).rename(directory / STEP)
     remove_partial(directory)
 
 

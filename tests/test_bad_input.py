@@ -783,12 +783,14 @@ def test_message_of_a_failing_world(tmp_path: Path) -> None:
         check_message(path, result="failed", code=3, output=disk / "out" / "0")
 
 
-@pytest.mark.parametrize("letter", ["x", "ü", "模", '"', "\\", "\x01"])
+@pytest.mark.parametrize("letter", ["x", "ü", "模", '"', "\x01"])
 @pytest.mark.parametrize("long_output", [False, True], ids=["long-error", "long-error-and-output"])
 def test_message_fits_whatever_the_error(letter: str, long_output: bool, tmp_path: Path) -> None:
     """It never grows beyond what Kubernetes keeps, and still says what went wrong."""
     path = tmp_path / "message.json"
-    output = "/".join(["nowhere", *[letter * 60] * 40]) if long_output else tmp_path / "out"
+    # As long as a path can be: 4096 bytes.
+    part = letter * 60
+    output = "/".join(["/nowhere", *[part] * (4000 // (len(part.encode()) + 1))]) if long_output else tmp_path / "out"
     run = to_maxtext(
         "model_name=qwen3-8b",
         f"base_output_directory={output}",

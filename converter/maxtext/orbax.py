@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
@@ -124,6 +125,7 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
         self._typestr = typestr
         self._threads = threads
         self._write = write
+        self._array_metadata_store = array_metadata_store.Store()
 
     def typestr(self) -> str:
         return self._typestr
@@ -184,7 +186,7 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
             await transaction.commit_async()
         opened = [OpenArray(leaf, metadata, store.with_transaction(None)) for leaf, metadata, store in created]
         if sharded:
-            await array_metadata_store.Store().write(
+            await self._array_metadata_store.write(
                 checkpoint_dir=infos[0].parent_dir, array_metadatas=metadatas, process_index=0
             )
         for name, content in self._write(opened).items():
@@ -211,10 +213,12 @@ def save(
         what other files the step is to have, by name.
     """
     sharded = bool(leaves) and leaves[0].device_count > 1
-    registry = type_handler_registry.create_type_handler_registry(
-        (int, type_handlers.ScalarHandler()),
-        (Leaf, _StreamedHandler("jax.Array" if sharded else "np.ndarray", threads, write)),
-    )
+    streamed = _StreamedHandler("jax.Array" if sharded else "np.ndarray", threads, write)
+    handlers = [(int, type_handlers.ScalarHandler()), (Leaf, streamed)]
+    if sharded:
+        # Orbax takes the write shapes that it notes in the tree's metadata from the store of this type's handler.
+        handlers.append((jax.Array, streamed))
+    registry = type_handler_registry.create_type_handler_registry(*handlers)
     params: dict[str, Any] = {}
     for leaf in leaves:
         *parents, last = leaf.name.split(".")
@@ -223,8 +227,6 @@ def save(
             node = node.setdefault(part, {})
         node[last] = leaf
     tree = {"step": 0, "params": params["params"], "opt_state": {}}
-    import jax
-
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=storage.chunk_bytes), tree)
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=storage.ocdbt,
