@@ -12,16 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from containers import USER, Containers
+from containers import SECRET, SOURCE, USER, Containers, build, make_image
 
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.demo import GEOMETRY
 
-ROOT = Path(__file__).parent.parent.parent
 CA = Path("/etc/ssl/certs/ca-certificates.crt")
-SOURCE = "https://example.com/a/repository"
-SECRET = "do-not-keep-this-3f9a"
-"""Stands in the pip.conf that the build gets."""
 
 
 @pytest.fixture(scope="session")
@@ -76,8 +72,8 @@ def base(folder: Path, environment: dict[str, str]) -> str:
         hooks.append(f"--customize-hook=copy-in {CA} {CA.parent}")
     packages = "python3,python3-venv,ca-certificates"
     command = ["mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", f"--include={packages}"]
-    _run([*command, *nothing_of, *hooks, "bookworm", archive], environment)
-    _run(["podman", "import", "--quiet", archive, name], environment)
+    build([*command, *nothing_of, *hooks, "bookworm", archive], environment)
+    build(["podman", "import", "--quiet", archive, name], environment)
     archive.unlink()
     return name
 
@@ -97,12 +93,6 @@ def containers(folder: Path, environment: dict[str, str], request: pytest.Fixtur
         "PIP_CONF": os.environ.get("PIP_CONF", str(configuration)),
     }
     return make_image(Containers("localhost/converter:test", environment))
-
-
-def make_image(containers: Containers) -> Containers:
-    """`make image`."""
-    _run(["make", "--no-print-directory", "image"], {**containers.environment, "IMAGE": containers.image})
-    return containers
 
 
 @pytest.fixture(scope="session")
@@ -127,9 +117,3 @@ def output(tmp_path: Path) -> Path:
     output.mkdir()
     os.chown(output, USER, USER)
     return output
-
-
-def _run(command: list[str | Path], environment: dict[str, str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.fail(f"{command[0]} failed:\n{(done.stdout + done.stderr)[-4000:]}", pytrace=False)

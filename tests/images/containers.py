@@ -11,6 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+SOURCE = "https://example.com/a/repository"
+SECRET = "do-not-keep-this-3f9a"
+"""Stands in the pip.conf that the build gets."""
+
 USER = 65532
 MEMORY = 1 << 30
 WRITABLE = ("/home/converter", "/tmp", "/cache")
@@ -95,6 +103,19 @@ def wait(condition: Callable[[], bool], seconds: float = 60) -> None:
                 return
         time.sleep(0.005)
     raise AssertionError(f"waited {seconds} s in vain")
+
+
+def make_image(containers: Containers) -> Containers:
+    """`make image`."""
+    build(["make", "--no-print-directory", "image"], {**containers.environment, "IMAGE": containers.image})
+    return containers
+
+
+def build(command: list[str | Path], environment: dict[str, str]) -> None:
+    """Run a command that makes something; what it says if it fails."""
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.fail(f"{command[0]} failed:\n{(done.stdout + done.stderr)[-4000:]}", pytrace=False)
 
 
 def _ulimit(kind: str) -> str:

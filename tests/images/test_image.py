@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, SECRET, SOURCE, make_image
-from containers import USER, Containers
+from containers import ROOT, SECRET, SOURCE, USER, Containers, make_image
 
 import converter
 

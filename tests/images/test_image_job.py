@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
-from containers import USER, Containers, finish, wait
+from containers import ROOT, USER, Containers, finish, wait
 
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.demo import GEOMETRY
