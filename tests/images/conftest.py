@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from containers import SECRET, SOURCE, USER, Containers, build, make_image
+from containers import MODEL, SECRET, SOURCE, USER, Containers, build, make_image
 
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.demo import GEOMETRY
@@ -106,8 +106,18 @@ def tree(containers: Containers) -> Iterator[Path]:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face checkpoint: the demo's."""
     source = tmp_path_factory.mktemp("source") / "qwen3"  # pytest's own folder is closed to others
-    write_checkpoint(source, "qwen3-0.6b", file_bytes=40_000_000, **GEOMETRY)
+    write_checkpoint(source, MODEL, file_bytes=40_000_000, **GEOMETRY)
     return source
+
+
+@pytest.fixture(scope="session")
+def claim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Job's PersistentVolumeClaim: for its output, and the source, so large that converting it takes a while."""
+    claim = tmp_path_factory.mktemp("claim") / "claim"
+    write_checkpoint(claim / "source", MODEL, **{**GEOMETRY, "hidden_size": 1024, "vocab_size": 151936})
+    os.chown(claim, USER, USER)
+    yield claim
+    shutil.rmtree(claim)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ SOURCE = "https://example.com/a/repository"
 SECRET = "do-not-keep-this-3f9a"
 """Stands in the pip.conf that the build gets."""
 
+MODEL = "qwen3-0.6b"
 USER = 65532
 MEMORY = 1 << 30
 WRITABLE = ("/home/converter", "/tmp", "/cache")

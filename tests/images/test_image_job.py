@@ -16,16 +16,14 @@ from typing import Any
 
 import pytest
 import yaml
-from containers import ROOT, USER, Containers, finish, wait
+from containers import MODEL, ROOT, USER, Containers, finish, wait
 
-from benchmarks.checkpoints import write_checkpoint
-from benchmarks.demo import GEOMETRY
 from jobs.render import Container
 from jobs.render import containers as containers_of
 
 pytestmark = pytest.mark.slow
 
-MODEL, RUN = "qwen3-0.6b", "conv-20260813T123008"
+RUN = "conv-20260813T123008"
 OUTPUT = "/output"
 
 
@@ -92,15 +90,6 @@ class Pod:
     def _specs(self) -> list[dict[str, Any]]:
         spec = self.manifest["spec"]["template"]["spec"]
         return [*spec["initContainers"], *spec["containers"]]
-
-
-@pytest.fixture(scope="module")
-def claim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output's folder, with the source in it, which is large enough that converting it takes a while."""
-    claim = tmp_path_factory.mktemp("claim") / "output"
-    write_checkpoint(claim / "source", MODEL, **{**GEOMETRY, "hidden_size": 1024, "vocab_size": 151936})
-    os.chown(claim, USER, USER)
-    return claim
 
 
 @pytest.fixture(scope="module")

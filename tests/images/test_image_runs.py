@@ -7,14 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from containers import MEMORY, USER, Containers, finish, wait
-
-from benchmarks.checkpoints import write_checkpoint
-from benchmarks.demo import GEOMETRY
+from containers import MEMORY, MODEL, USER, Containers, finish, wait
 
 pytestmark = pytest.mark.slow
 
-CONVERT = ("to-maxtext", "model_name=qwen3-0.6b", "--hf_model_path=/source", "base_output_directory=/output/qwen3")
+CONVERT = ("to-maxtext", f"model_name={MODEL}", "--hf_model_path=/source", "base_output_directory=/output/qwen3")
 
 
 def files_below(folder: Path) -> set[str]:
@@ -112,12 +109,9 @@ def test_bad_requests(words: tuple[str, ...], problem: str, containers: Containe
     assert files_below(output) == set()
 
 
-def test_sigterm(containers: Containers, tmp_path: Path, output: Path) -> None:
+def test_sigterm(containers: Containers, claim: Path, output: Path) -> None:
     """As the kubelet ends a pod."""
-    source = tmp_path / "source"
-    # Large enough to take a while.
-    write_checkpoint(source, "qwen3-0.6b", **{**GEOMETRY, "hidden_size": 1024, "vocab_size": 151936})
-    mounts = {"/source": source, "/output": output}
+    mounts = {"/source": claim / "source", "/output": output}
     words = (*CONVERT, "--threads=1", "--termination_message=/output/message.json")
     process = containers.start(*words, mounts=mounts, name="ended")
     wait(lambda: sum(path.stat().st_size for path in output.rglob("*") if path.is_file()) > 20e6)
