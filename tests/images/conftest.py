@@ -52,8 +52,8 @@ def environment(folder: Path) -> Iterator[dict[str, str]]:
     yield environment
     for command in ("rm --all --force", "image umount --all --force"):
         subprocess.run(["podman", *command.split()], env=environment, check=False, capture_output=True)
-    # The driver binds its folder to itself.
-    subprocess.run(["umount", folder / "storage" / driver], check=False, capture_output=True)
+    # The driver binds its folder to itself, and a build that failed leaves more below.
+    subprocess.run(["umount", "--recursive", folder / "storage" / driver], check=False, capture_output=True)
     shutil.rmtree(folder / "storage", ignore_errors=True)
 
 
