@@ -5,8 +5,11 @@ PY     := $(VENV)/bin/python
 # Pulumi's environment, as Pulumi.yaml names it, with the test tools added.
 INFRA_VENV := infra/.venv
 INFRA_PY   := $(INFRA_VENV)/bin/python
+# Airflow's, for the tests of jobs/airflow.
+AIRFLOW_VENV := .venv-airflow
+AIRFLOW_PY   := $(AIRFLOW_VENV)/bin/python
 
-.PHONY: help setup demo test test-slow lint format lock clean
+.PHONY: help setup demo test test-slow test-airflow e2e lint format lock clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -25,10 +28,28 @@ $(INFRA_VENV)/.dev: requirements/infra-dev.txt
 	$(INFRA_PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/infra-dev.txt
 	@touch $@
 
+$(AIRFLOW_VENV)/.dev: requirements/airflow.txt
+	$(PYTHON) -m venv $(AIRFLOW_VENV)
+	$(AIRFLOW_PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/airflow.txt
+	@touch $@
+
 setup: $(VENV)/.dev $(INFRA_VENV)/.dev  ## Create .venv and infra/.venv with the locked development dependencies
 
 demo: $(VENV)/.converter  ## Convert a small Qwen3-shaped checkpoint, inspect it and check it bit by bit
 	$(PY) -m benchmarks.demo
+
+.PHONY: image test-image
+
+image:  ## Build the converter's image with docker, podman or buildah (images/build.sh tells the settings)
+	images/build.sh converter
+
+$(VENV)/.image: requirements/image.txt $(VENV)/.dev
+	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/image.txt
+	@touch $@
+
+test-image: $(VENV)/.image  ## Build the image on a small Debian and run conversions in it (docs/images.md: what it needs)
+	$(VENV)/bin/hadolint images/*/Dockerfile
+	$(PY) -m pytest -m slow -rs tests/images
 
 test: setup  ## Run the fast tests
 	$(PY) -m pytest
@@ -36,6 +57,12 @@ test: setup  ## Run the fast tests
 
 test-slow: setup  ## Run the slow tests (memory, speed of large checkpoints, kill tests)
 	$(PY) -m pytest -m slow
+
+test-airflow: $(AIRFLOW_VENV)/.dev  ## Run the tests of the Airflow DAG (installs Airflow into .venv-airflow)
+	$(AIRFLOW_PY) -m pytest tests/jobs/dags
+
+e2e: setup  ## Run the flows against the cluster in $KUBECONFIG, which needs Kueue; it is cleaned up again
+	$(PY) -m pytest tests/e2e -m e2e -rs
 
 lint: setup  ## Check style and types
 	$(PY) -m ruff check .
@@ -52,11 +79,18 @@ lock: setup  ## Resolve the dependencies anew into requirements/*.txt
 	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	  --custom-compile-command 'make lock' pyproject.toml -o requirements/converter.txt
 	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-	  --custom-compile-command 'make lock' -c requirements/converter.txt --extra dev pyproject.toml -o requirements/dev.txt
+	  --custom-compile-command 'make lock' -c requirements/converter.txt --group jobs -o requirements/jobs.txt
+	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --custom-compile-command 'make lock' -c requirements/converter.txt -c requirements/jobs.txt --extra dev \
+	  --group jobs-dev pyproject.toml -o requirements/dev.txt
 	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	  --custom-compile-command 'make lock' --group infra -o requirements/infra.txt
 	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --custom-compile-command 'make lock' requirements/image.in -o requirements/image.txt
+	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	  --custom-compile-command 'make lock' -c requirements/infra.txt --group infra-dev -o requirements/infra-dev.txt
+	$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --custom-compile-command 'make lock' --group airflow -o requirements/airflow.txt
 
 clean:  ## Remove what the other targets made
-	rm -rf $(VENV) $(INFRA_VENV) tmp .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(INFRA_VENV) $(AIRFLOW_VENV) tmp .pytest_cache .mypy_cache .ruff_cache

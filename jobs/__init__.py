@@ -1,0 +1,1 @@
+"""Conversion Jobs: the catalogue of models, the Job's template, and what renders, submits and follows them."""

@@ -1,0 +1,83 @@
+"""Lets these tests import their helpers and the program, wherever pytest starts, and what they share."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Only Pulumi's and Airflow's environments lack these; each has tests of its own.
+if not all(importlib.util.find_spec(name) for name in ("kmock", "kubernetes_validate", "converter")):
+    collect_ignore_glob = ["test_*.py"]
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+IMAGE = "us-docker.pkg.dev/acme/images/converter@sha256:" + "0" * 64
+RUN = "conv-20260813T123008"
+
+
+@dataclass
+class Ran:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line it ended with."""
+        lines = [line for line in self.err.splitlines() if line.startswith("jobs: error:")]
+        assert len(lines) == 1, self.err
+        assert self.err.rstrip().endswith(lines[0]), "nothing follows the error"
+        return lines[0]
+
+
+Command = Callable[..., Ran]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No cluster, token or storage of whoever runs the tests."""
+    for name in ("KUBECONFIG", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+@pytest.fixture
+def jobs(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `python -m jobs ...` in this process."""
+    from jobs.cli import main
+
+    def run(*words: str) -> Ran:
+        capsys.readouterr()
+        code = main(list(words))
+        captured = capsys.readouterr()
+        return Ran(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def settings() -> Any:
+    """Those that --bucket acme alone gives."""
+    from jobs.settings import Overrides, make
+
+    return make(None, Overrides(bucket="acme"))
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> dict[str, Any]:
+    """The stack `prod`, its outputs in `outputs.json`."""
+    from stack import dump
+
+    dumped = dump()
+    (tmp_path / "outputs.json").write_text(json.dumps(dumped["outputs"]))
+    return dumped
