@@ -95,9 +95,7 @@ class ConversionJobOperator(BaseOperator):
           RequestError: the model, the run's name, the image or the stack's outputs cannot be.
         """
         (model,) = pick([self.model], catalogue())
-        request = Request(
-            model, self.run_name, self.image, pick_variants(model, self.variants), priority=self.priority
-        )
+        request = Request(model, self.run_name, self.image, pick_variants(model, self.variants), priority=self.priority)
         return render(request, self._settings())
 
     def execute(self, context: Any) -> None:
@@ -182,7 +180,9 @@ class ConversionJobOperator(BaseOperator):
         except ValueError:
             loaded = None
         if not isinstance(loaded, dict):
-            raise RequestError("stack_outputs is not what `pulumi stack output --json` prints; see the Variable it is from")
+            raise RequestError(
+                "stack_outputs is not what `pulumi stack output --json` prints; see the Variable it is from"
+            )
         return loaded
 
     def _settings(self) -> Settings:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, RUN, Command
+from commands import IMAGE, RUN, Command
 
 from jobs.settings import defaults
 

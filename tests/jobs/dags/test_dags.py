@@ -170,9 +170,7 @@ def test_params_are_those_of_the_tpu_pipeline(dag: Any) -> None:
         ("", {}, "conv-20260102T030405"),
     ],
 )
-def test_the_run_name_is_the_param_or_the_time(
-    dag: Any, given: str, context: dict[str, Any], expected: str
-) -> None:
+def test_the_run_name_is_the_param_or_the_time(dag: Any, given: str, context: dict[str, Any], expected: str) -> None:
     import datetime
 
     task = dag.task_dict["qwen3-0_6b.convert"].prepare_for_execution()
