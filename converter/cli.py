@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -160,10 +161,10 @@ def _guarded(run: Callable[[], int]) -> int:
         return error.exit_code
     except Terminated as error:
         print("converter: ended by SIGTERM; nothing partial was kept", file=sys.stderr)
-        return error.exit_code
+        _exit_now(error.exit_code)
     except KeyboardInterrupt:
         print("converter: interrupted; nothing partial was kept", file=sys.stderr)
-        return 130
+        _exit_now(130)
     except BrokenPipeError:
         sys.stderr.close()
         return 0
@@ -171,6 +172,13 @@ def _guarded(run: Callable[[], int]) -> int:
         traceback.print_exc()
         print(f"converter: error: this is a bug: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _exit_now(code: int) -> NoReturn:
+    """End the process without waiting for threads that may hang in a download; all else is cleaned up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 
 from converter import memory, output, report
+from converter.command import load_command
 from converter.errors import ConverterError, RequestError, WorldError
 from converter.geometry import check_tensors, make_geometry
 from converter.hf.repository import NUMPY_DTYPES, Repository, locate, open_repository
 from converter.mapping import Geometry, parameters
 from converter.maxtext import devices
-from converter.maxtext.command import load_command
-from converter.maxtext.orbax import OpenArray, Storage, save
+from converter.maxtext.checkpoint import is_complete
+from converter.maxtext.layout import ITEM
+from converter.maxtext.orbax import OpenArray, Storage, Write, save
 from converter.plan import Plan, make_plan
 from converter.progress import Meter, Phases
 from converter.request import Request
@@ -26,8 +30,11 @@ log = logging.getLogger("converter")
 
 SAVE_DTYPES = {"bfloat16": NUMPY_DTYPES["BF16"], "float32": NUMPY_DTYPES["F32"]}
 
-_STORED_FRACTION = 0.7
-"""What zstd leaves of weights at least, for the check of free space."""
+_ORBAX_THREADS = ("streamed_arrays", "write_metadata")
+"""How the names of the threads begin in which Orbax saves."""
+
+_STORED_BYTES = 1.4
+"""What zstd leaves of a weight at least, for the check of free space: 70 % of the two bytes that matter."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,9 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
         source = locate(request.source, revision=request.revision, token=request.token)
         fingerprint = request.fingerprint(source.identity)
         if not request.dry_run:
+            if output.half_swapped(request.output):
+                with output.opened(request.output):
+                    log.info("%s was being overwritten when a run was killed: the old one is back", request.step)
             if _already_there(request, fingerprint):
                 log.info("%s is complete and of the same request: nothing to do", request.step)
                 return Outcome("skipped", 0, None)
@@ -76,9 +86,9 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
     with phases.phase("plan"):
         planned = make_planned(request, open_repository(source))
     if request.dry_run:
-        show_plan(planned.plan, planned.schedule, expected_stored(planned.plan, planned.repository))
+        show_plan(planned.plan, planned.schedule, expected_stored(planned.plan))
         return Outcome("planned", planned.plan.nbytes, None)
-    output.check_space(request.output, expected_stored(planned.plan, planned.repository))
+    output.check_space(request.output, expected_stored(planned.plan))
     with output.opened(request.output):
         _write(request, planned, fingerprint, monitor, phases)
     return Outcome("converted", planned.plan.nbytes, load_command(request, planned.geometry))
@@ -105,15 +115,11 @@ def make_planned(request: Request, repository: Repository) -> _Planned:
     return _Planned(repository, geometry, plan, Schedule(plan, budget, request.threads))
 
 
-def expected_stored(plan: Plan, repository: Repository) -> int:
-    """Bytes that the checkpoint takes on disk at least: weights compress to so much, and widening adds nothing."""
+def expected_stored(plan: Plan) -> int:
+    """Bytes that the checkpoint takes on disk at least."""
     if not plan.storage.compression:
         return plan.nbytes
-    total = 0.0
-    for array in plan.arrays:
-        stored = (NUMPY_DTYPES[repository.tensors[piece.tensor].dtype].itemsize for piece in array.parameter.pieces)
-        total += array.nbytes * min(1.0, max(stored, default=0) / array.dtype.itemsize) * _STORED_FRACTION
-    return int(total)
+    return int(sum(array.nbytes / array.dtype.itemsize for array in plan.arrays) * _STORED_BYTES)
 
 
 def _already_there(request: Request, fingerprint: str) -> bool:
@@ -130,7 +136,7 @@ def _already_there(request: Request, fingerprint: str) -> bool:
             raise RequestError(f"{step} is no checkpoint and will not be overwritten; move it away")
         return False
     record = output.read_record(step)
-    if record is None or record.get("fingerprint") != fingerprint:
+    if record is None or record.get("fingerprint") != fingerprint or not is_complete(step / ITEM):
         raise RequestError(
             f"{step} exists and is not the complete result of this request; "
             "give --if_exists=overwrite or another directory"
@@ -142,8 +148,7 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
     plan, repository = planned.plan, planned.repository
     devices.start(request.devices)
     digests = report.Digests()
-    stop, ended = threading.Event(), threading.Event()
-    ended.set()
+    stop = threading.Event()
     target = output.target(request.output, overwrite=request.if_exists == "overwrite")
     with Meter("converting", plan.nbytes, monitor) as meter:
         writer = Writer(
@@ -156,29 +161,11 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
         )
 
         def write(arrays: list[OpenArray]) -> Mapping[str, bytes]:
-            ended.clear()
-            try:
-                with phases.phase("write"):
-                    writer.write(arrays)
-            finally:
-                ended.set()
+            with phases.phase("write"):
+                writer.write(arrays)
             return {output.RECORD: report.record(request, repository, fingerprint)}
 
-        try:
-            save(
-                target,
-                [array.leaf for array in plan.arrays],
-                plan.storage,
-                custom_metadata={"scan_layers": request.scan},
-                write=write,
-            )
-        except BaseException as error:
-            stop.set()
-            ended.wait()
-            output.remove_partial(request.output)
-            if isinstance(error, Exception) and not isinstance(error, ConverterError):
-                raise _failure(error, request) from error
-            raise
+        _save(request, target, plan, write, stop)
     with phases.phase("finish"):
         output.publish(request.output, target)
     if request.report is not None:
@@ -198,6 +185,38 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
             raise WorldError(
                 f"{request.step} is complete, but {request.report} cannot be written: {error.strerror or error}"
             ) from error
+
+
+def _save(request: Request, target: Path, plan: Plan, write: Write, stop: threading.Event) -> None:
+    """Let Orbax save; whatever ends it before its time leaves nothing behind."""
+    others = set(threading.enumerate())
+    # In a thread of its own, so that SIGTERM, which is raised in the main thread, never interrupts Orbax half-way.
+    with ThreadPoolExecutor(1, thread_name_prefix="save") as pool:
+        saving = pool.submit(
+            save,
+            target,
+            [array.leaf for array in plan.arrays],
+            plan.storage,
+            custom_metadata={"scan_layers": request.scan},
+            threads=request.threads,
+            write=write,
+        )
+        try:
+            saving.result()
+        except BaseException as error:
+            stop.set()
+            wait([saving])
+            if saving.exception() is None:
+                log.info("the signal came when everything was written: finishing")
+                return
+            for thread in set(threading.enumerate()) - others:
+                if thread.name.startswith(_ORBAX_THREADS):
+                    # They write on for a moment; their own join raises what ended them.
+                    threading.Thread.join(thread)
+            output.remove_partial(request.output)
+            if isinstance(error, Exception) and not isinstance(error, ConverterError):
+                raise _failure(error, request) from error
+            raise
 
 
 def _failure(error: Exception, request: Request) -> Exception:

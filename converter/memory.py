@@ -66,7 +66,10 @@ def usage() -> Usage:
 
 def process_age() -> float:
     """Seconds since this process began."""
-    return max(0.0, time.time() - psutil.Process().create_time())
+    # Field 22, counted after the command's name, which may hold anything but ends with the last ")".
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
 
 
 def cgroup_peak() -> int | None:

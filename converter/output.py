@@ -70,32 +70,39 @@ def opened(directory: Path) -> Iterator[None]:
     The lock is the kernel's and ends with the process. Directories made here that are empty in the end go again.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except PermissionError as error:
-        raise RequestError(f"cannot make {directory}: permission denied") from error
-    except OSError as error:
-        raise WorldError(f"cannot make {directory}: {error.strerror or error}") from error
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(directory, os.O_RDONLY)
+        except PermissionError as error:
+            raise RequestError(f"cannot make {directory}: permission denied") from error
+        except OSError as error:
+            raise WorldError(f"cannot make {directory}: {error.strerror or error}") from error
+        stack.callback(os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise WorldError(f"another converter is writing to {directory}; wait for it to end") from error
         recover(directory)
         yield
-    finally:
-        os.close(descriptor)
-        for path in made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    for path in directories:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
+def half_swapped(directory: Path) -> bool:
+    """Whether a run was killed between the two renames of an overwrite."""
+    return (directory / _REPLACED).exists() and not (directory / STEP).exists()
 
 
 def recover(directory: Path) -> None:
     """Undo a half-made swap and remove what a killed run left."""
-    step, replaced = directory / STEP, directory / _REPLACED
-    if replaced.exists() and not step.exists():
-        replaced.rename(step)
+    if half_swapped(directory):
+        (directory / _REPLACED).rename(directory / STEP)
     remove_partial(directory)
 
 

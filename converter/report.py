@@ -22,8 +22,8 @@ from converter.request import Request
 VERSION = 1
 """Of the report's, the record's and the message's format."""
 
-MESSAGE_BYTES = 4096
-"""Kubernetes keeps no more of a termination message."""
+_MESSAGE_TEXT_BYTES = 1500
+"""Of either text in a termination message, of which Kubernetes keeps 4096 bytes."""
 
 
 class Digests:
@@ -133,7 +133,7 @@ def termination_message(
     output: str | None,
     result: str,
 ) -> bytes:
-    """A run's end in at most `MESSAGE_BYTES` bytes of JSON.
+    """A run's end in at most 4096 bytes of JSON.
 
     Args:
       result: converted, skipped, planned or failed.
@@ -142,18 +142,21 @@ def termination_message(
         "version": VERSION,
         "result": result,
         "exit_code": exit_code,
-        "error": error,
+        "error": error and _shortened(error),
         "seconds": round(seconds, 3),
         "bytes": nbytes,
         "peak_memory_bytes": memory_entry(peak),
-        "output": output,
+        "output": output and _shortened(output),
     }
-    for key in ("error", "output"):
-        over = len(_json(message)) - MESSAGE_BYTES
-        if over > 0 and message[key]:
-            # A character may take six bytes in JSON.
-            message[key] = message[key][: max(0, (len(json.dumps(message[key])) - over) // 6 - 4)] + "..."
     return _json(message)
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a text, so that it takes at most `_MESSAGE_TEXT_BYTES` bytes of JSON."""
+    kept = len(text)
+    while len(json.dumps(shown := text if kept == len(text) else f"{text[:kept]}...")) > _MESSAGE_TEXT_BYTES:
+        kept = kept * 9 // 10
+    return shown
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -161,6 +164,7 @@ def write_file(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_bytes(content)

@@ -22,6 +22,10 @@ FORMAT = 1
 """Version of what is written for one request; part of its fingerprint."""
 
 
+_MIN_CHUNK_BYTES = 8
+"""One element of any dtype."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One conversion.
@@ -133,6 +137,8 @@ def make_request(words: Words) -> Request:
     devices = values["simulated_cpu_devices_count"]
     if not 1 <= devices <= MAX_DEVICES:
         raise RequestError(f"simulated_cpu_devices_count={devices} is not within 1 to {MAX_DEVICES}")
+    if values["chunk_byte_size"] < _MIN_CHUNK_BYTES:
+        raise RequestError(f"chunk_byte_size={values['chunk_byte_size']} is below {_MIN_CHUNK_BYTES}")
     for key, least in (
         ("vocab_size", 1),
         ("base_num_decoder_layers", 1),
@@ -147,6 +153,9 @@ def make_request(words: Words) -> Request:
         notes.append("lazy_load_tensors and eager_load_method have no effect: reading is streamed instead")
     if "hf_access_token" in words.given:
         notes.append("hf_access_token on a command line can be read by others; set HF_TOKEN instead")
+    if "\\" in (values["base_output_directory"] or ""):
+        # TensorStore takes it for a separator of directories.
+        raise RequestError(f"base_output_directory={values['base_output_directory']}: no backslashes, please")
     run_name = values["run_name"] or os.environ.get("JOBSET_NAME") or _default_run_name(name)
     output = _local_path("base_output_directory", values["base_output_directory"] or f"tmp/{run_name}")
     return Request(
@@ -184,7 +193,12 @@ def _default_run_name(model_name: str) -> str:
 def _local_path(key: str, text: str) -> Path:
     if "://" in text:
         raise RequestError(f"{key}={text}: only local paths can be written yet")
-    return Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - `..` without following links
+    path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - `..` without following links
+    try:
+        path.exists()
+    except OSError as error:
+        raise RequestError(f"{key}={text[:100]}...: {error.strerror}") from error
+    return path
 
 
 def _check_environment(values: Mapping[str, Any]) -> None:

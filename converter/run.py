@@ -56,8 +56,8 @@ def _message_path(argv: Sequence[str]) -> Path | None:
     for i, word in enumerate(words):
         name, equals, text = word.removeprefix("--").partition("=")
         if name == "termination_message" and (equals or i + 1 < len(words)):
-            path = Path(text if equals else words[i + 1])
-            return path if path.parent.is_dir() else None
+            path = Path(text if equals else words[i + 1]).expanduser()
+            return path if _is_directory(path.parent) else None
     return None
 
 
@@ -66,10 +66,17 @@ def _checked_message_path(words: Words) -> Path | None:
     if not text:
         return None
     path = Path(text).expanduser()
-    if not path.parent.is_dir():
-        raise RequestError(f"termination_message={text}: there is no directory {path.parent}")
+    if not _is_directory(path.parent):
+        raise RequestError(f"termination_message={text}: there is no such directory")
     check_writable(path.parent)
     return path
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def _write_message(

@@ -154,8 +154,12 @@ class _Batches:
             self.wait()
 
     def abort(self) -> None:
+        """Give up what is not committed; nothing is written any more when this returns."""
         with self._lock:
             self._transaction.abort()
+            if self._committing is not None:
+                # Whether it succeeds no longer matters, only that it has ended.
+                self._committing.exception()
 
     def _commit(self) -> None:
         self.wait()

@@ -1,8 +1,8 @@
-"""What the dense families share: dimension letters, MaxText's geometry words, one condition."""
+"""What the dense families share: dimension letters, MaxText's geometry words, the rules of a common decoder."""
 
 from __future__ import annotations
 
-from converter.rules import Config
+from converter.rules import Config, Op, Rule
 
 DIMS = {
     "v": "vocab_size",
@@ -24,6 +24,70 @@ DENSE_WORDS = {
 }
 """MaxText's words (configs/base.yml) -> keys of config.json that say the same."""
 
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+"""Repositories of tied models may carry the output matrix all the same."""
+
+INV_FREQ = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+"""A constant that older repositories store with the weights."""
+
 
 def untied(config: Config) -> bool:
     return not config["tie_word_embeddings"]
+
+
+DECODER = (
+    Rule("token_embedder.embedding", "model.embed_tokens.weight", "v e -> v e"),
+    Rule("decoder.decoder_norm.scale", "model.norm.weight", "e -> e"),
+    Rule("decoder.logits_dense.kernel", "lm_head.weight", "v e -> e v", when=untied),
+)
+"""What is outside the layers."""
+
+NORMS = (
+    Rule("pre_self_attention_layer_norm.scale", "input_layernorm.weight", "e -> e"),
+    Rule("post_self_attention_layer_norm.scale", "post_attention_layernorm.weight", "e -> e"),
+)
+
+
+def attention(
+    target: str = "self_attention", *, query: tuple[Op, ...] = (), key: tuple[Op, ...] = (), at: int = 0
+) -> tuple[Rule, ...]:
+    """The four matrices of grouped-query attention; `query` and `key` are what else happens to those."""
+    return (
+        Rule(f"{target}.query.kernel", "self_attn.q_proj.weight", "(q d) e -> e q d", query, at),
+        Rule(f"{target}.key.kernel", "self_attn.k_proj.weight", "(k d) e -> e k d", key, at),
+        Rule(f"{target}.value.kernel", "self_attn.v_proj.weight", "(k d) e -> e k d", at=at),
+        Rule(f"{target}.out.kernel", "self_attn.o_proj.weight", "e (q d) -> q d e", at=at),
+    )
+
+
+def mlp(target: str = "mlp", *, at: int = 0) -> tuple[Rule, ...]:
+    """The three matrices of a gated feed-forward block."""
+    return (
+        Rule(f"{target}.wi_0.kernel", "mlp.gate_proj.weight", "f e -> e f", at=at),
+        Rule(f"{target}.wi_1.kernel", "mlp.up_proj.weight", "f e -> e f", at=at),
+        Rule(f"{target}.wo.kernel", "mlp.down_proj.weight", "e f -> f e", at=at),
+    )
+
+
+def geometry(
+    hidden: int,
+    mlp_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    vocab: int,
+    head_dim: int | None = None,
+    tied: bool = False,
+) -> dict[str, int | bool]:
+    """The keys of a config.json that give a dense model's sizes."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim or hidden // heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }

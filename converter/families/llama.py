@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from converter.families.common import DENSE_WORDS, DIMS, untied
-from converter.rules import Config, Family, HalvesToPairs, Model, Op, Rule, Scale, Stack
+from converter.families.common import DECODER, DENSE_WORDS, DIMS, INV_FREQ, NORMS, TIED, attention, geometry, mlp
+from converter.rules import Config, Family, HalvesToPairs, Model, Op, Scale, Stack
 
 
 def query_scale(config: Config) -> float:
@@ -39,60 +39,27 @@ def _family(
             "tie_word_embeddings": False,
         },
         dims=DIMS,
-        rules=(
-            Rule("token_embedder.embedding", "model.embed_tokens.weight", "v e -> v e"),
-            Rule("decoder.decoder_norm.scale", "model.norm.weight", "e -> e"),
-            Rule("decoder.logits_dense.kernel", "lm_head.weight", "v e -> e v", when=untied),
-        ),
+        rules=DECODER,
         stacks=(
             Stack(
                 "decoder.layers",
                 "model.layers.",
-                (
-                    Rule(
-                        "self_attention.query.kernel",
-                        "self_attn.q_proj.weight",
-                        "(q d) e -> e q d",
-                        (*rotary, Scale(query_scale)),
-                    ),
-                    Rule("self_attention.key.kernel", "self_attn.k_proj.weight", "(k d) e -> e k d", rotary),
-                    Rule("self_attention.value.kernel", "self_attn.v_proj.weight", "(k d) e -> e k d"),
-                    Rule("self_attention.out.kernel", "self_attn.o_proj.weight", "e (q d) -> q d e"),
-                    Rule("mlp.wi_0.kernel", "mlp.gate_proj.weight", "f e -> e f"),
-                    Rule("mlp.wi_1.kernel", "mlp.up_proj.weight", "f e -> e f"),
-                    Rule("mlp.wo.kernel", "mlp.down_proj.weight", "e f -> f e"),
-                    Rule("pre_self_attention_layer_norm.scale", "input_layernorm.weight", "e -> e"),
-                    Rule("post_self_attention_layer_norm.scale", "post_attention_layernorm.weight", "e -> e"),
-                ),
+                (*attention(query=(*rotary, Scale(query_scale)), key=rotary), *mlp(), *NORMS),
             ),
         ),
-        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq"),
-        equal={"lm_head.weight": "model.embed_tokens.weight"},
+        ignored=(INV_FREQ,),
+        equal=TIED,
         rope_type=rope_type,
         words=DENSE_WORDS,
         models=models,
     )
 
 
-def _config(
-    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, *, tied: bool = False
-) -> dict[str, int | bool]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-    }
-
-
-_8B = _config(4096, 14336, 32, 32, 8, 128256)
-_70B = _config(8192, 28672, 80, 64, 8, 128256)
-_405B = _config(16384, 53248, 126, 128, 8, 128256)
-_1B = _config(2048, 8192, 16, 32, 8, 128256, tied=True)
-_3B = _config(3072, 8192, 28, 24, 8, 128256, tied=True)
+_8B = geometry(4096, 14336, 32, 32, 8, vocab=128256)
+_70B = geometry(8192, 28672, 80, 64, 8, vocab=128256)
+_405B = geometry(16384, 53248, 126, 128, 8, vocab=128256)
+_1B = geometry(2048, 8192, 16, 32, 8, vocab=128256, tied=True)
+_3B = geometry(3072, 8192, 28, 24, 8, vocab=128256, tied=True)
 _NEEDS_ROPE_TYPE = "MaxText needs rope_type=llama3.1 to run it"
 
 LLAMA2 = _family(
@@ -101,9 +68,9 @@ LLAMA2 = _family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     models={
-        "llama2-7b": Model("meta-llama/Llama-2-7b-hf", _config(4096, 11008, 32, 32, 32, 32000), "model"),
-        "llama2-13b": Model("meta-llama/Llama-2-13b-hf", _config(5120, 13824, 40, 40, 40, 32000), "model"),
-        "llama2-70b": Model("meta-llama/Llama-2-70b-hf", _config(8192, 28672, 80, 64, 8, 32000), "model"),
+        "llama2-7b": Model("meta-llama/Llama-2-7b-hf", geometry(4096, 11008, 32, 32, 32, vocab=32000), "model"),
+        "llama2-13b": Model("meta-llama/Llama-2-13b-hf", geometry(5120, 13824, 40, 40, 40, vocab=32000), "model"),
+        "llama2-70b": Model("meta-llama/Llama-2-70b-hf", geometry(8192, 28672, 80, 64, 8, vocab=32000), "model"),
         "llama3-8b": Model("meta-llama/Meta-Llama-3-8B", _8B, "model"),
         "llama3-8b-Instruct": Model("meta-llama/Meta-Llama-3-8B-Instruct", _8B),
         "llama3-70b": Model("meta-llama/Meta-Llama-3-70B", _70B, "model"),
@@ -141,6 +108,6 @@ MISTRAL = _family(
     model_type="mistral",
     key_value_heads=8,
     models={
-        "mistral-7b": Model("mistralai/Mistral-7B-v0.1", _config(4096, 14336, 32, 32, 8, 32000), "model"),
+        "mistral-7b": Model("mistralai/Mistral-7B-v0.1", geometry(4096, 14336, 32, 32, 8, vocab=32000), "model"),
     },
 )

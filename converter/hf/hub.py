@@ -6,8 +6,11 @@ switched off when HF_ENDPOINT is set, and left to the user (HF_HUB_DISABLE_XET) 
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -49,7 +52,7 @@ def pin(repo: str, *, revision: str | None, token: str | None) -> Pinned:
     if constants.HF_HUB_OFFLINE:
         root = _try(repo, revision, lambda: snapshot_download(repo, revision=revision, local_files_only=True))
         return Pinned(repo, Path(root).name, (), {})
-    api = HfApi(token=token or False)
+    api = HfApi(token=token)
     info = _try(repo, revision, lambda: api.model_info(repo, revision=revision, files_metadata=True, timeout=30))
     siblings = info.siblings or []
     return Pinned(
@@ -76,9 +79,7 @@ def download(pinned: Pinned, token: str | None) -> Path:
             _try(
                 pinned.repo,
                 pinned.commit,
-                lambda: snapshot_download(
-                    pinned.repo, revision=pinned.commit, token=token or False, allow_patterns=names
-                ),
+                lambda: snapshot_download(pinned.repo, revision=pinned.commit, token=token, allow_patterns=names),
             )
         )
 
@@ -112,7 +113,7 @@ def _try(repo: str, revision: str | None, call: Callable[[], T]) -> T:
             reraise=True,
         ):
             with attempt:
-                return call()
+                return _interruptible(call)
     except (RequestError, WorldError):
         raise
     except HfHubHTTPError as error:
@@ -132,11 +133,30 @@ def _try(repo: str, revision: str | None, call: Callable[[], T]) -> T:
         raise RequestError(f"{repo} is not in the local cache, and the hub cannot be asked") from error
     except OSError as error:
         raise WorldError(f"downloading {repo} failed: {_one_line(error)}; try again") from error
+    except json.JSONDecodeError as error:
+        raise WorldError(f"the hub's answer about {repo} is no JSON: {_one_line(error)}; try again") from error
     except Exception as error:
         if not _is_transient(error):
             raise
         raise WorldError(f"downloading {repo} failed: {_one_line(error)}; try again") from error
     raise AssertionError("unreachable")
+
+
+def _interruptible(call: Callable[[], T]) -> T:
+    """Call in a thread of its own, so that a signal ends the wait at once.
+
+    huggingface_hub waits for its own threads, which may hang in a download, before it lets an exception through.
+    """
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="hub", daemon=True).start()
+    return result.result()
 
 
 def _is_transient(error: BaseException) -> bool:

@@ -137,9 +137,13 @@ def locate(location: str, *, revision: str | None, token: str | None) -> Source:
       WorldError: the network or the hub failed.
     """
     folder = Path(location).expanduser()
-    if folder.is_dir():
+    try:
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except OSError as error:
+        raise RequestError(f"no such folder: {location[:100]}...: {error.strerror}") from error
+    if is_folder:
         return Source(location, folder, None, _identity(folder))
-    if folder.exists():
+    if exists:
         raise RequestError(f"{location} is a file; give the folder that holds config.json and the weights")
     if not _HUB_ID.fullmatch(location):
         raise RequestError(f"no such folder: {location} (and it has not the form org/name of a repository on the hub)")

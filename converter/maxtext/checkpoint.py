@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from converter.errors import RequestError, WorldError
+from converter.errors import ConverterError, RequestError, WorldError
 from converter.maxtext.layout import ITEM
 
 
@@ -159,19 +159,65 @@ def _file_sizes(items: Path) -> Iterator[tuple[str, int]]:
 
 
 def _ocdbt_sizes(items: Path) -> Iterator[tuple[str, int]]:
-    """Bytes of every value in the OCDBT database, from its index alone."""
+    for key, _, _, size in _ocdbt_values(items):
+        yield key, size
+
+
+def _ocdbt_values(items: Path) -> Iterator[tuple[str, str | None, int, int]]:
+    """Key, file, offset and bytes of every value in the OCDBT database, from its index alone; no file if inline."""
     base = ts.KvStore.open(_file_spec(items)).result()
 
-    def walk(location: str, prefix: bytes) -> Iterator[tuple[str, int]]:
+    def walk(location: str, prefix: bytes) -> Iterator[tuple[str, str | None, int, int]]:
         node = ts.ocdbt.dump(base, location).result()
         for entry in node["entries"]:
             if node["height"]:
                 yield from walk(entry["location"], prefix + entry["subtree_common_prefix"])
-            elif "inline_value" in entry:
-                yield (prefix + entry["key"]).decode(), len(entry["inline_value"])
+                continue
+            key = (prefix + entry["key"]).decode()
+            if "inline_value" in entry:
+                yield key, None, 0, len(entry["inline_value"])
             else:
-                yield (prefix + entry["key"]).decode(), int(entry["indirect_value"].rpartition(":")[2])
+                kind_and_file, offset, size = entry["indirect_value"].rsplit(":", 2)
+                # "value:<base path>:<relative path>", the base path with its trailing slash.
+                yield key, "".join(kind_and_file.split(":")[1:]), int(offset), int(size)
 
     version = ts.ocdbt.dump(base).result()["versions"][-1]
     if "location" in version["root"]:
         yield from walk(version["root"]["location"], b"")
+
+
+def is_complete(items: Path) -> bool:
+    """Whether every chunk of every array is there, as far as metadata and file sizes tell."""
+    try:
+        checkpoint = find_checkpoint(items)
+        values = dict(_chunk_counts(checkpoint))
+        arrays = stored_arrays(checkpoint)
+    except (ConverterError, ValueError, OSError):
+        return False
+    return bool(arrays) and all(
+        values.get(array.name, 0)
+        >= math.prod(-(-size // chunk) for size, chunk in zip(array.shape, array.write_shape, strict=True))
+        for array in arrays
+    )
+
+
+def _chunk_counts(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:
+    """Array name -> chunks of it that are there in full."""
+    keys = []
+    if checkpoint.ocdbt:
+        sizes: dict[str, int] = {}
+        for key, file, offset, size in _ocdbt_values(checkpoint.items):
+            if file is not None and file not in sizes:
+                path = checkpoint.items / file
+                sizes[file] = path.stat().st_size if path.is_file() else 0
+            if file is None or offset + size <= sizes[file]:
+                keys.append(key)
+    else:
+        keys = [key for key, _ in _file_sizes(checkpoint.items)]
+    metadata = ("/zarr.json", "/.zarray", "/.zattrs")
+    counts: dict[str, int] = {}
+    for key in keys:
+        if not key.endswith(metadata):
+            name = key.partition("/")[0]
+            counts[name] = counts.get(name, 0) + 1
+    yield from counts.items()

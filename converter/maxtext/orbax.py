@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
@@ -120,9 +121,11 @@ def chunk_shape(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
     """Creates each leaf's array as Orbax would, then lets `write` fill them all."""
 
-    def __init__(self, typestr: str, write: Write) -> None:
+    def __init__(self, typestr: str, threads: int, write: Write) -> None:
         self._typestr = typestr
+        self._threads = threads
         self._write = write
+        self._array_metadata_store = array_metadata_store.Store()
 
     def typestr(self) -> str:
         return self._typestr
@@ -154,9 +157,11 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
         sharded = any(sharding is not None for sharding in shardings)
         if sharded:
             await jax_array_handlers._async_serialize_shardings(shardings, infos, primary_host=0)
-        # The written files are synced once, at the end, instead of one by one.
         context = ts.Context(
-            {"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": _NODE_CACHE_BYTES}},
+            {
+                "cache_pool#ocdbt": {"total_bytes_limit": _NODE_CACHE_BYTES},
+                "data_copy_concurrency": {"limit": self._threads},
+            },
             parent=infos[0].ts_context,
         )
         transaction = ts.Transaction(atomic=True) if ocdbt else None
@@ -181,7 +186,7 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
             await transaction.commit_async()
         opened = [OpenArray(leaf, metadata, store.with_transaction(None)) for leaf, metadata, store in created]
         if sharded:
-            await array_metadata_store.Store().write(
+            await self._array_metadata_store.write(
                 checkpoint_dir=infos[0].parent_dir, array_metadatas=metadatas, process_index=0
             )
         for name, content in self._write(opened).items():
@@ -194,6 +199,7 @@ def save(
     storage: Storage,
     *,
     custom_metadata: Mapping[str, Any],
+    threads: int,
     write: Write,
 ) -> None:
     """Save a MaxText checkpoint step of these parameters at `directory`, which appears whole or not at all.
@@ -202,14 +208,17 @@ def save(
       directory: the step's directory, which must not exist.
       leaves: the parameters.
       custom_metadata: of the step.
+      threads: TensorStore's, for what it copies and compresses itself.
       write: called with the created arrays; must write every chunk, and return when they are written
         what other files the step is to have, by name.
     """
     sharded = bool(leaves) and leaves[0].device_count > 1
-    registry = type_handler_registry.create_type_handler_registry(
-        (int, type_handlers.ScalarHandler()),
-        (Leaf, _StreamedHandler("jax.Array" if sharded else "np.ndarray", write)),
-    )
+    streamed = _StreamedHandler("jax.Array" if sharded else "np.ndarray", threads, write)
+    handlers = [(int, type_handlers.ScalarHandler()), (Leaf, streamed)]
+    if sharded:
+        # Orbax takes the write shapes that it notes in the tree's metadata from the store of this type's handler.
+        handlers.append((jax.Array, streamed))
+    registry = type_handler_registry.create_type_handler_registry(*handlers)
     params: dict[str, Any] = {}
     for leaf in leaves:
         *parents, last = leaf.name.split(".")
@@ -218,8 +227,6 @@ def save(
             node = node.setdefault(part, {})
         node[last] = leaf
     tree = {"step": 0, "params": params["params"], "opt_state": {}}
-    import jax
-
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=storage.chunk_bytes), tree)
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=storage.ocdbt,

@@ -1,0 +1,36 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+from checkpoints import write_tiny
+from running import DEVICES
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of whoever runs the tests changes a conversion."""
+    for key in os.environ:
+        if key.startswith(("HF_", "M_", "JOBSET_NAME")):
+            monkeypatch.delenv(key)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The tiny model of a name, written once; not to be changed."""
+    made: dict[str, Path] = {}
+
+    def folder(model_name: str) -> Path:
+        if model_name not in made:
+            made[model_name] = write_tiny(tmp_path_factory.mktemp("tiny") / model_name, model_name)
+        return made[model_name]
+
+    return folder

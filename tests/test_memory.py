@@ -1,0 +1,82 @@
+"""Peak memory: what the plan predicts and what the converter promises, measured on real conversions.
+
+The promise is 400 MB + 2.5 x the largest stored chunk of anonymous memory for the whole process; the bounds of the
+first two cases are what a reader of the README is told about these models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from running import to_maxtext_process
+
+from benchmarks.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memory") / "qwen3-0.6b"
+    write_checkpoint(folder, "qwen3-0.6b")
+    return folder
+
+
+def plan_figure(stdout: str, pattern: str) -> int:
+    """A figure that `--dry_run` prints."""
+    match = re.search(pattern, stdout)
+    assert match, stdout[-2000:]
+    return int(match[1].replace(",", ""))
+
+
+def measure(name: str, source: Path, tmp_path: Path, *words: str) -> tuple[int, int, int]:
+    """Peak anonymous memory, the plan's prediction and the largest chunk, bytes."""
+    common = [f"model_name={name}", f"hf_model_path={source}", f"base_output_directory={tmp_path / 'out'}", *words]
+    planned = to_maxtext_process(*common, "--dry_run", timeout=300)
+    assert planned.code == 0, planned.stderr
+    report = tmp_path / "report.json"
+    done = to_maxtext_process(*common, f"--report={report}", timeout=600)
+    assert done.code == 0, done.stderr
+    peak = json.loads(report.read_bytes())["peak_memory_bytes"]["anonymous_and_shared"]
+    predicted = plan_figure(planned.stdout, r"predicted peak memory \(anonymous\): ([\d,]+)")
+    return peak, predicted, plan_figure(planned.stdout, r"largest chunk: ([\d,]+)")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("scan_layers=false",),
+        ("simulated_cpu_devices_count=1",),
+        ("simulated_cpu_devices_count=1", "scan_layers=false", "--threads=4"),
+        ("save_dtype=float32", "--compression=none"),
+        ("checkpoint_storage_use_ocdbt=false", "checkpoint_storage_use_zarr3=false"),
+        ("--threads=8",),
+        ("--chunk_byte_size=8MB",),
+    ],
+    ids=lambda words: " ".join(words) or "default",
+)
+def test_memory_is_bounded_and_predicted(words: tuple[str, ...], qwen3: Path, tmp_path: Path) -> None:
+    peak, predicted, chunk = measure("qwen3-0.6b", qwen3, tmp_path, *words)
+    assert peak <= 400e6 + 2.5 * chunk
+    assert peak <= 1.1 * predicted
+    if not words:
+        assert peak <= 500e6
+
+
+def test_memory_follows_the_budget(qwen3: Path, tmp_path: Path) -> None:
+    peak, predicted, _ = measure("qwen3-0.6b", qwen3, tmp_path, "--memory_budget=32MB")
+    assert peak <= 1.1 * predicted
+    assert predicted < 300e6
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Six times the model of the first case."""
+    source = tmp_path / "qwen3-4b"
+    write_checkpoint(source, "qwen3-4b")
+    peak, predicted, chunk = measure("qwen3-4b", source, tmp_path)
+    assert peak <= min(700e6, 400e6 + 2.5 * chunk)
+    assert peak <= 1.1 * predicted
