@@ -40,13 +40,13 @@ demo: $(VENV)/.converter  ## Convert a small Qwen3-shaped checkpoint, inspect it
 
 test: setup  ## Run the fast tests
 	$(PY) -m pytest
-	$(INFRA_PY) -m pytest tests/infra
+	$(INFRA_PY) -m pytest --confcutdir=tests/infra tests/infra
 
 test-slow: setup  ## Run the slow tests (memory, speed of large checkpoints, kill tests)
 	$(PY) -m pytest -m slow
 
 test-airflow: $(AIRFLOW_VENV)/.dev  ## Run the tests of the Airflow DAG (installs Airflow into .venv-airflow)
-	$(AIRFLOW_PY) -m pytest tests/jobs/dags
+	$(AIRFLOW_PY) -m pytest --confcutdir=tests/jobs tests/jobs/dags
 
 e2e: setup  ## Run the flows against the cluster in $KUBECONFIG, which needs Kueue; it is cleaned up again
 	$(PY) -m pytest tests/e2e -m e2e -rs
