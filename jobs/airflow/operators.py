@@ -119,13 +119,13 @@ class ConversionJobOperator(BaseOperator):
                 job=name,
                 namespace=cluster.namespace,
                 connection=connection.values(),
+                outputs=outputs(manifest),
                 poll_interval=self.poll_interval,
             ),
             method_name="execute_complete",
-            kwargs={"results": outputs(manifest)},
         )
 
-    def execute_complete(self, context: Any, event: Mapping[str, Any], results: Mapping[str, str]) -> dict[str, str]:
+    def execute_complete(self, context: Any, event: Mapping[str, Any]) -> dict[str, str]:
         """The checkpoints' directories, once the Job has ended well.
 
         Raises:
@@ -134,7 +134,7 @@ class ConversionJobOperator(BaseOperator):
         """
         self.log.info("Job %s: %s", event["job"], event["end"])
         if event["end"] == "complete":
-            return {variant: f"{output}/0/items" for variant, output in results.items()}
+            return {variant: f"{output}/0/items" for variant, output in event["outputs"].items()}
         if event["end"] == "gone":
             raise AirflowException(f"Job {event['job']} is gone: it was deleted while this waited for it")
         if event["end"] == "refused":
