@@ -12,7 +12,7 @@ AIRFLOW_PY   := $(AIRFLOW_VENV)/bin/python
 .PHONY: help setup demo test test-slow test-airflow e2e lint format lock clean
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 $(VENV)/.converter: requirements/converter.txt
 	$(PYTHON) -m venv $(VENV)
