@@ -12,7 +12,7 @@ AIRFLOW_PY   := $(AIRFLOW_VENV)/bin/python
 .PHONY: help setup demo test test-slow test-airflow e2e lint format lock clean
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 $(VENV)/.converter: requirements/converter.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,13 +53,13 @@ test-image: $(VENV)/.image  ## Build the image on a small Debian and run convers
 
 test: setup  ## Run the fast tests
 	$(PY) -m pytest
-	$(INFRA_PY) -m pytest tests/infra
+	$(INFRA_PY) -m pytest --confcutdir=tests/infra tests/infra
 
 test-slow: setup  ## Run the slow tests (memory, speed of large checkpoints, kill tests)
 	$(PY) -m pytest -m slow
 
 test-airflow: $(AIRFLOW_VENV)/.dev  ## Run the tests of the Airflow DAG (installs Airflow into .venv-airflow)
-	$(AIRFLOW_PY) -m pytest tests/jobs/dags
+	$(AIRFLOW_PY) -m pytest --confcutdir=tests/jobs tests/jobs/dags
 
 e2e: setup  ## Run the flows against the cluster in $KUBECONFIG, which needs Kueue; it is cleaned up again
 	$(PY) -m pytest tests/e2e -m e2e -rs

@@ -17,7 +17,7 @@ from jobs.errors import RequestError
 _SCOPES = ("https://www.googleapis.com/auth/cloud-platform", "https://www.googleapis.com/auth/userinfo.email")
 
 
-class _Hook(GKEKubernetesHook):  # type: ignore[misc]
+class _Hook(GKEKubernetesHook):
     @property
     def scopes(self) -> Sequence[str]:
         return _SCOPES

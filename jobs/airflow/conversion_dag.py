@@ -1,7 +1,8 @@
 """The DAG: one TaskGroup per model of the catalogue, converted in parallel, each on a node of the pool.
 
 It takes the params of the TPU pipeline that it replaces and keeps its TaskGroups' ids, so that an ExternalTaskSensor
-changes the DAG's id only. Without `models` it converts those of the nightly pipeline that the converter supports; the other groups are skipped.
+changes the DAG's id only. Without `models` it converts those of the nightly pipeline that the converter supports; the
+other groups are skipped.
 
 The Airflow Variable `conversion_stack` holds what `pulumi stack output --json` prints.
 """

@@ -95,9 +95,7 @@ class ConversionJobOperator(BaseOperator):
           RequestError: the model, the run's name, the image or the stack's outputs cannot be.
         """
         (model,) = pick([self.model], catalogue())
-        request = Request(
-            model, self.run_name, self.image, pick_variants(model, self.variants), priority=self.priority
-        )
+        request = Request(model, self.run_name, self.image, pick_variants(model, self.variants), priority=self.priority)
         return render(request, self._settings())
 
     def execute(self, context: Any) -> None:
@@ -121,13 +119,13 @@ class ConversionJobOperator(BaseOperator):
                 job=name,
                 namespace=cluster.namespace,
                 connection=connection.values(),
+                outputs=outputs(manifest),
                 poll_interval=self.poll_interval,
             ),
             method_name="execute_complete",
-            kwargs={"results": outputs(manifest)},
         )
 
-    def execute_complete(self, context: Any, event: Mapping[str, Any], results: Mapping[str, str]) -> dict[str, str]:
+    def execute_complete(self, context: Any, event: Mapping[str, Any]) -> dict[str, str]:
         """The checkpoints' directories, once the Job has ended well.
 
         Raises:
@@ -136,7 +134,7 @@ class ConversionJobOperator(BaseOperator):
         """
         self.log.info("Job %s: %s", event["job"], event["end"])
         if event["end"] == "complete":
-            return {variant: f"{output}/0/items" for variant, output in results.items()}
+            return {variant: f"{output}/0/items" for variant, output in event["outputs"].items()}
         if event["end"] == "gone":
             raise AirflowException(f"Job {event['job']} is gone: it was deleted while this waited for it")
         if event["end"] == "refused":
@@ -182,7 +180,9 @@ class ConversionJobOperator(BaseOperator):
         except ValueError:
             loaded = None
         if not isinstance(loaded, dict):
-            raise RequestError("stack_outputs is not what `pulumi stack output --json` prints; see the Variable it is from")
+            raise RequestError(
+                "stack_outputs is not what `pulumi stack output --json` prints; see the Variable it is from"
+            )
         return loaded
 
     def _settings(self) -> Settings:

@@ -33,14 +33,24 @@ class ConversionTrigger(BaseTrigger):
     Args:
       job, namespace: of the Job.
       connection: the values of a `Connection`.
+      outputs: variant -> directory; for whoever gets the event.
       poll_interval: seconds between looks.
     """
 
-    def __init__(self, *, job: str, namespace: str, connection: Mapping[str, Any], poll_interval: float) -> None:
+    def __init__(
+        self,
+        *,
+        job: str,
+        namespace: str,
+        connection: Mapping[str, Any],
+        outputs: Mapping[str, str],
+        poll_interval: float,
+    ) -> None:
         super().__init__()
         self.job = job
         self.namespace = namespace
         self.connection = dict(connection)
+        self.outputs = dict(outputs)
         self.poll_interval = poll_interval
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
@@ -51,6 +61,7 @@ class ConversionTrigger(BaseTrigger):
                 "job": self.job,
                 "namespace": self.namespace,
                 "connection": self.connection,
+                "outputs": self.outputs,
                 "poll_interval": self.poll_interval,
             },
         )
@@ -82,6 +93,7 @@ class ConversionTrigger(BaseTrigger):
                 "job": self.job,
                 "namespace": self.namespace,
                 "connection": self.connection,
+                "outputs": self.outputs,
             }
         )
 

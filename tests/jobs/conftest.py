@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +15,6 @@ if not all(importlib.util.find_spec(name) for name in ("kmock", "kubernetes_vali
     collect_ignore_glob = ["test_*.py"]
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-
-IMAGE = "us-docker.pkg.dev/acme/images/converter@sha256:" + "0" * 64
-RUN = "conv-20260813T123008"
-
-
-@dataclass
-class Ran:
-    """What a command did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """The one line it ended with."""
-        lines = [line for line in self.err.splitlines() if line.startswith("jobs: error:")]
-        assert len(lines) == 1, self.err
-        assert self.err.rstrip().endswith(lines[0]), "nothing follows the error"
-        return lines[0]
-
-
-Command = Callable[..., Ran]
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +27,11 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def jobs(capsys: pytest.CaptureFixture[str]) -> Command:
+def jobs(capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs `python -m jobs ...` in this process."""
-    from jobs.cli import main
+    from commands import runner
 
-    def run(*words: str) -> Ran:
-        capsys.readouterr()
-        code = main(list(words))
-        captured = capsys.readouterr()
-        return Ran(code, captured.out, captured.err)
-
-    return run
+    return runner(capsys)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from conftest import IMAGE, Command, Ran
+from commands import IMAGE, Command, Ran
 
 MODEL = "qwen3-0.6b"
 # What Kueue says, in the words of kueue/pkg/scheduler/flavorassigner and kueue/pkg/controller/core.

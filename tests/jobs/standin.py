@@ -60,6 +60,27 @@ class Server(kmock.KubernetesEmulator):
     asked: list[tuple[str, str]] = attrs.field(factory=list)
     _numbers: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
 
+    async def __call__(self, raw_request: aiohttp.web.BaseRequest) -> aiohttp.web.StreamResponse:
+        parts = raw_request.path.strip("/").split("/")
+        if parts[:3] == ["api", "v1", "namespaces"] and len(parts) <= 4:
+            # kmock takes these paths for a namespace's, not for namespaces.
+            return await self._namespace(raw_request, parts[3] if len(parts) == 4 else "")
+        return await super().__call__(raw_request)
+
+    async def _namespace(self, raw_request: aiohttp.web.BaseRequest, name: str) -> aiohttp.web.StreamResponse:
+        if raw_request.method == "POST":
+            thing = await raw_request.json()
+            self.namespaces.add(thing["metadata"]["name"])
+            return aiohttp.web.json_response(thing)
+        if name not in self.namespaces:
+            return await self._render_error(_error(404, "NotFound", f'namespaces "{name}" not found'))
+        if raw_request.method == "DELETE":
+            self.namespaces.discard(name)
+            for (_, namespace, _), each in list(self.objects.items()):
+                if namespace == name and not each.deleted:
+                    each.delete()
+        return aiohttp.web.json_response({"kind": "Namespace", "metadata": {"name": name}})
+
     async def _handle(self, request: kmock.Request) -> aiohttp.web.StreamResponse:
         self.asked.append((request.method.value, str(request.url)))
         if self.strange is not None:
@@ -85,6 +106,13 @@ class Server(kmock.KubernetesEmulator):
         if request.action == kmock.action.DELETE and known is not None:
             self._collect(known["metadata"]["uid"])
         response = await super()._handle(request)
+        if request.action == kmock.action.CREATE and isinstance(request.data, dict):
+            install(self, [{"kind": "", **request.data}])
+        if request.action == kmock.action.UPDATE and request.name in self.cluster_queues:
+            changed = self._get(request.resource, request.namespace, request.name)
+            self.cluster_queues[request.name] = changed or self.cluster_queues[request.name]
+        if request.subresource == "status" and request.resource == kmock.resource(PODS):
+            self._reported(request.name)
         self.reconcile()
         return response
 
@@ -146,7 +174,7 @@ class Server(kmock.KubernetesEmulator):
         data, resource = request.data, request.resource
         assert resource is not None
         name = data["metadata"].get("name")
-        if request.namespace not in self.namespaces:
+        if request.namespace is not None and request.namespace not in self.namespaces:
             raise _error(404, "NotFound", f'namespaces "{request.namespace}" not found')
         if data["metadata"].get("namespace", request.namespace) != request.namespace:
             raise _error(400, "BadRequest", "the namespace of the object does not match the namespace of the request")
@@ -277,18 +305,23 @@ class Server(kmock.KubernetesEmulator):
             if self.scheduling:
                 node = f"node-{number}"
                 selector = spec["nodeSelector"]
-                self.put(NODES, {"kind": "Node", "metadata": {"name": node, "labels": dict(selector)}})
+                self.put(
+                    NODES, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node, "labels": dict(selector)}}
+                )
                 spec["nodeName"] = node
                 status = _running(spec)
             self.put(
                 PODS,
                 {
+                    "apiVersion": "v1",
                     "kind": "Pod",
                     "metadata": {
                         "name": f"{metadata['name'][:57]}-{number:05}",
                         "namespace": metadata["namespace"],
-                        "labels": dict(template["metadata"]["labels"]),
-                        "ownerReferences": [{"kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}],
+                        "labels": {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": metadata["name"]},
+                        "ownerReferences": [
+                            {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
+                        ],
                     },
                     "spec": spec,
                     "status": status,
@@ -341,6 +374,13 @@ class Server(kmock.KubernetesEmulator):
         """The node is removed, and its pods with it."""
         for pod in self.pods_of(job):
             self.objects[PODS, pod["metadata"]["namespace"], pod["metadata"]["name"]].delete()
+
+    def _reported(self, name: str | None) -> None:
+        """A kubelet has reported a pod's end to the API; the Job controller reads it there."""
+        for pod in self.all(PODS):
+            if pod["metadata"]["name"] == name and pod["status"]["phase"] == "Succeeded":
+                owner = pod["metadata"]["ownerReferences"][0]["name"]
+                self._finished(owner, "Complete", "CompletionsReached", "Reached expected number of succeeded pods")
 
     def _failed(self, name: str) -> None:
         """The Job controller's reaction to a failed pod."""
@@ -444,7 +484,8 @@ def _running(spec: Object, container: str = "") -> Object:
         else {"waiting": {"reason": "PodInitializing"}}
         for index in range(len(names))
     ]
-    statuses = [{"name": name, "state": state} for name, state in zip(names, states, strict=True)]
+    image = {"image": spec["containers"][0]["image"], "imageID": "", "ready": False, "restartCount": 0}
+    statuses = [{"name": name, **image, "state": state} for name, state in zip(names, states, strict=True)]
     count = len(spec["initContainers"])
     return {
         "phase": "Running" if at >= count else "Pending",

@@ -27,7 +27,7 @@ def http(answer: Callable[[str, dict[str, str]], Answer]) -> Iterator[str]:
     """A server that answers GET by path and headers."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             status, headers, body = answer(self.path, {key.lower(): value for key, value in self.headers.items()})
             self.send_response(status)
             for key, value in {**headers, "Content-Length": str(len(body))}.items():

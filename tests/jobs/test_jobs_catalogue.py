@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import Command
+from commands import Command
 
 from converter.families import MODELS
 from converter.listing import parameter_count

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Command
+from commands import Command
 
 from jobs.cost import node_price, prices, tpu_price
 

@@ -14,7 +14,7 @@ import flows
 import kmock
 import pytest
 import standin
-from conftest import IMAGE, Command
+from commands import IMAGE, Command
 from flows import MODEL, World
 from standin import Server
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IMAGE, RUN, Command
+from commands import IMAGE, RUN, Command
 
 from jobs.settings import defaults
 
@@ -142,3 +142,21 @@ def test_a_bug_is_called_one(jobs: Command, monkeypatch: pytest.MonkeyPatch) -> 
     ran = jobs("list")
     assert ran.code == 1
     assert "this is a bug" in ran.err
+
+
+def test_in_a_cluster_the_service_account_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kubernetes.config import incluster_config
+
+    from jobs.cluster import connect
+
+    (tmp_path / "token").write_text("t")
+    (tmp_path / "ca.crt").write_text("c")
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    monkeypatch.setattr("kubernetes.client.ApiClient.__init__", lambda self, configuration: seen.append(configuration))
+    seen: list[Any] = []
+    connect("ns")
+    assert seen[0].host == "https://10.0.0.1:443"
+    assert seen[0].ssl_ca_cert == str(tmp_path / "ca.crt")

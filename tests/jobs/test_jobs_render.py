@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import standin
 import yaml
-from conftest import IMAGE, RUN, Command
+from commands import IMAGE, RUN, Command
 from kubernetes import client
 
 from converter import cli as converter_cli

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from conftest import IMAGE, RUN
+from commands import IMAGE, RUN
 
 from jobs.catalogue import catalogue
 from jobs.render import Request, render

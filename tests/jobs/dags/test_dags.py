@@ -170,9 +170,7 @@ def test_params_are_those_of_the_tpu_pipeline(dag: Any) -> None:
         ("", {}, "conv-20260102T030405"),
     ],
 )
-def test_the_run_name_is_the_param_or_the_time(
-    dag: Any, given: str, context: dict[str, Any], expected: str
-) -> None:
+def test_the_run_name_is_the_param_or_the_time(dag: Any, given: str, context: dict[str, Any], expected: str) -> None:
     import datetime
 
     task = dag.task_dict["qwen3-0_6b.convert"].prepare_for_execution()
@@ -227,7 +225,7 @@ def test_a_job_that_waits_for_long_holds_no_worker(server: standin.Server, kubec
     event = fire(second.trigger)
     assert event["end"] == "complete"
     assert second.method_name == "execute_complete"
-    assert operator(kubeconfig).execute_complete({}, event, **second.kwargs) == {
+    assert operator(kubeconfig).execute_complete({}, event) == {
         "unscanned": f"gs://acme/qwen3-0.6b/to_maxtext/unscanned/{RUN}/0/items",
         "scanned": f"gs://acme/qwen3-0.6b/to_maxtext/scanned/{RUN}/0/items",
     }
@@ -264,7 +262,7 @@ def test_a_retry_makes_a_failed_job_anew(server: standin.Server, kubeconfig: str
     event = fire(first.trigger)
     assert event["end"] == "failed"
     with pytest.raises(AirflowException, match="disk full") as failed:
-        operator(kubeconfig).execute_complete({}, event, **first.kwargs)
+        operator(kubeconfig).execute_complete({}, event)
     assert not isinstance(failed.value, AirflowFailException), "another try can help"
     deferred(operator(kubeconfig))
     assert server.job(name)["metadata"]["uid"] != uid
@@ -276,7 +274,7 @@ def test_what_would_fail_again_is_not_retried(server: standin.Server, kubeconfig
     server.end("qwen3-0-6b-conv-20260813t123008", "check", code, json.dumps({"exit_code": code, "error": "it differs"}))
     event = fire(first.trigger)
     with pytest.raises(AirflowFailException, match="it differs"):
-        operator(kubeconfig).execute_complete({}, event, **first.kwargs)
+        operator(kubeconfig).execute_complete({}, event)
 
 
 def test_a_failure_is_told_without_pods_too(server: standin.Server, kubeconfig: str) -> None:
@@ -285,7 +283,7 @@ def test_a_failure_is_told_without_pods_too(server: standin.Server, kubeconfig: 
     server.end(name, "check", 4)
     server.lose_pods(name)
     with pytest.raises(AirflowFailException, match="failed with exit code 4"):
-        operator(kubeconfig).execute_complete({}, fire(first.trigger), **first.kwargs)
+        operator(kubeconfig).execute_complete({}, fire(first.trigger))
 
 
 def test_another_request_under_the_same_name_is_refused(server: standin.Server, kubeconfig: str) -> None:
@@ -310,7 +308,7 @@ def test_the_trigger_ends_where_it_may_not_look(server: standin.Server, kubeconf
     event = fire(first.trigger)
     assert event["end"] == "refused"
     with pytest.raises(AirflowFailException, match="no permission"):
-        operator(kubeconfig).execute_complete({}, event, **first.kwargs)
+        operator(kubeconfig).execute_complete({}, event)
 
 
 def test_a_job_that_is_deleted_fails_the_task(server: standin.Server, kubeconfig: str) -> None:
@@ -319,7 +317,7 @@ def test_a_job_that_is_deleted_fails_the_task(server: standin.Server, kubeconfig
     event = fire(first.trigger)
     assert event["end"] == "gone"
     with pytest.raises(AirflowException, match="was deleted"):
-        operator(kubeconfig).execute_complete({}, event, **first.kwargs)
+        operator(kubeconfig).execute_complete({}, event)
 
 
 def test_models_that_are_not_asked_for_are_skipped(server: standin.Server, kubeconfig: str) -> None:
@@ -398,3 +396,25 @@ def test_gke_hears_the_accounts_email(monkeypatch: pytest.MonkeyPatch) -> None:
         "https://www.googleapis.com/auth/cloud-platform",
         "https://www.googleapis.com/auth/userinfo.email",
     }
+
+
+# A whole run, as Airflow does it.
+
+
+def test_a_run_from_its_trigger_to_its_checkpoints(tmp_path: Path) -> None:
+    # In a process of its own: it keeps a database, and must be stopped if it does not end.
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("whole_run.py")), str(tmp_path)],
+        env={**os.environ, "AIRFLOW_HOME": str(tmp_path)}
+        | {"AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{tmp_path}/airflow.db"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["state"] == "success"
+    assert told["tasks"].pop("qwen3-0_6b.convert") == "success"
+    assert set(told["tasks"].values()) == {"skipped"}
+    assert told["runs"] == [f"conv-{told['logical_date']}"]

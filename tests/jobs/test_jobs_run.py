@@ -1,0 +1,76 @@
+"""A rendered Job's containers, run one after the other by this machine's Python in place of the image."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from commands import IMAGE, RUN
+
+from jobs.catalogue import catalogue
+from jobs.render import Container, Request, containers, outputs, render, report_path
+from jobs.reports import unfinished
+from jobs.settings import Overrides, make
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "qwen3-0.6b"
+MESSAGE = "/dev/termination-log"
+
+
+def run(container: Container, volumes: Path) -> tuple[int, dict[str, object]]:
+    """Run a container's words with its environment, its volumes under `volumes`; its exit code and message."""
+    message = volumes / "termination-log"
+    message.unlink(missing_ok=True)
+    env = {}
+    for name, value in container.env.items():
+        mount = max((each for each in container.mounts if f"{value}/".startswith(f"{each}/")), key=len)
+        path = volumes / container.mounts[mount] / value[len(mount) :].strip("/")
+        (volumes / container.mounts[mount]).mkdir(exist_ok=True)
+        env[name] = str(path)
+    words = [word.replace(MESSAGE, str(message)) for word in container.args]
+    done = subprocess.run(
+        [sys.executable, "-m", "converter", *words],
+        cwd=ROOT,
+        env={**env, "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, json.loads(message.read_text()) if message.exists() else {}
+
+
+def test_a_pod_runs_to_its_end_and_its_replacement_goes_on(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    settings = make(None, Overrides(output_root=str(tmp_path / "out"), output_claim="results"))
+    request = Request(catalogue()[MODEL], RUN, IMAGE, source=str(tiny(MODEL)))
+    job = render(request, settings)
+    unscanned, scanned, check = containers(job)
+    # The first pod is lost behind its first init container.
+    code, message = run(unscanned, tmp_path)
+    assert (code, message["result"], message["exit_code"]) == (0, "converted", 0)
+    assert unfinished(outputs(job), MODEL) == ["scanned"]
+    # Its replacement starts from the first again.
+    results = [run(container, tmp_path) for container in (unscanned, scanned)]
+    assert [(code, message["result"]) for code, message in results] == [(0, "skipped"), (0, "converted")]
+    assert unfinished(outputs(job), MODEL) == []
+    report = json.loads(Path(report_path(outputs(job)["scanned"])).read_text())
+    assert report["request"]["model_name"] == MODEL
+    assert run(check, tmp_path)[0] == 0
+    for output in outputs(job).values():
+        assert (Path(output) / "0" / "items").is_dir()
+
+
+def test_a_source_that_is_not_there_fails_the_job_for_good(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    settings = make(None, Overrides(output_root=str(tmp_path / "out"), output_claim="results"))
+    job = render(Request(catalogue()[MODEL], RUN, IMAGE, source=str(tmp_path / "nothing")), settings)
+    code, message = run(containers(job)[0], tmp_path)
+    assert code == 2
+    assert message["exit_code"] == 2
+    assert code in job["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"]
