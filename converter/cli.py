@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from absl import logging as absl_logging
 
-from converter import __version__, memory
+from converter import __version__
 from converter.errors import ConverterError, RequestError, Terminated
 from converter.words import OPTIONS, suggest
 
@@ -152,7 +152,6 @@ def _parser(command: str, description: str) -> _Parser:
 def _guarded(run: Callable[[], int]) -> int:
     """Run, turning every way to fail into one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _terminate)
-    memory.configure()
     log.setLevel(logging.INFO)
     log.propagate = False
     log.handlers = [logging.StreamHandler(sys.stderr)]

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import psutil
 
-_M_MMAP_THRESHOLD = -3
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 """mallopt(3)."""
 
 _LARGE_BLOCK_BYTES = 1 << 20
+
+LARGE_CHUNK_BYTES = 32 << 20
+"""Chunks from this size on are worth giving memory back for as soon as it is free."""
 
 _SAMPLE_SECONDS = 0.02
 
@@ -29,7 +32,14 @@ def limit() -> int:
     return total
 
 
-def configure() -> None:
+def use_few_arenas() -> None:
+    """Make glibc's heaps few: it gives each thread one of its own, and each keeps what was freed in it."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 2)
+
+
+def return_large_blocks() -> None:
     """Make glibc return large blocks to the system when they are freed, whatever was freed before.
 
     By default it raises the size from which it does so to 32 MiB as such blocks come and go, and keeps them.

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from converter.memory import LARGE_CHUNK_BYTES
 from converter.plan import ArrayPlan, Chunk, Plan
 
 BASE_BYTES = 95_000_000
@@ -25,6 +26,15 @@ _MIN_BATCH = 32 << 20
 
 _STORED_FRACTION = 0.8
 """What zstd leaves of bfloat16 weights."""
+
+_MARGIN = 0.95
+"""Of the promise may be predicted, since a prediction is not exact."""
+
+_KEPT_BATCHES = 3.5
+"""Batches' worth of memory that stays with the process where small chunks come and go."""
+
+_BUSY_BYTES = 96 << 20
+"""Of chunks in a group keep the threads busy."""
 
 PROMISED_BYTES = 400_000_000
 PROMISED_CHUNKS = 2.5
@@ -66,6 +76,11 @@ class Schedule:
             yield tuple(group)
 
     @property
+    def largest_group(self) -> int:
+        """Bytes of the largest group, each chunk aligned."""
+        return max((sum(aligned(chunk.nbytes) for chunk in group) for group in self.groups), default=0)
+
+    @property
     def batch(self) -> int:
         """Stored bytes to a transaction."""
         return _batch(self.budget)
@@ -93,6 +108,11 @@ class Schedule:
         return math.ceil(math.prod(array.grid) / max(1, self.budget // array.chunk_nbytes))
 
 
+def aligned(size: int) -> int:
+    """The next multiple of a cache line, 64 bytes."""
+    return -(-size // 64) * 64
+
+
 def _process(devices: int) -> int:
     return BASE_BYTES + DEVICE_BYTES * devices
 
@@ -105,18 +125,25 @@ def _batch(budget: int) -> int:
 def _peak(size: int, count: int, chunk: int, threads: int) -> int:
     """Bytes for a group: its chunks, the compressed form of those at work, and two batches being committed."""
     busy = min(count, threads) * chunk
-    return int(size + max(busy, _STORED_FRACTION * busy + 2 * _batch(size)))
+    batches = 2 if chunk >= LARGE_CHUNK_BYTES else _KEPT_BATCHES
+    return int(size + max(busy, _STORED_FRACTION * busy + batches * _batch(size)))
 
 
 def default_budget(plan: Plan, threads: int, memory_limit: int) -> int:
-    """As many chunks in a group as the promise on memory allows, and no more than a quarter of the machine.
+    """Bytes of chunks in a group: what the promise on memory allows and no more than a quarter of the machine.
+
+    Small chunks need less than that to keep the threads busy, and a group that is small itself stays nearer to the
+    processor's caches; only where the page cache cannot hold a stack do larger groups save something, reading.
 
     Args:
       memory_limit: bytes this process may use.
     """
     chunk = max(1, plan.largest_chunk)
-    promised = PROMISED_BYTES + PROMISED_CHUNKS * chunk
+    promised = (PROMISED_BYTES + PROMISED_CHUNKS * chunk) * _MARGIN
     room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices)
     counts = range(1, max(2, int(room // chunk) + 1))
-    fitting = bisect.bisect_right(counts, room, key=lambda count: _peak(count * chunk, count, chunk, threads))
-    return max(1, fitting) * chunk
+    count = max(1, bisect.bisect_right(counts, room, key=lambda count: _peak(count * chunk, count, chunk, threads)))
+    enough = threads * math.ceil(_BUSY_BYTES / (chunk * threads))
+    if enough < count and not Schedule(plan, enough * chunk, threads).rereads(memory_limit):
+        count = enough
+    return count * chunk

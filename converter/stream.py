@@ -16,7 +16,7 @@ from converter.copying import copy_box
 from converter.mapping import Box, Piece
 from converter.maxtext.orbax import OpenArray
 from converter.plan import Chunk
-from converter.schedule import Schedule
+from converter.schedule import Schedule, aligned
 
 _TASK_BYTES = 8 << 20
 """Bytes one thread copies before it takes the next task."""
@@ -59,9 +59,14 @@ class Writer:
         stores = {array.leaf.name: array.store for array in arrays}
         batches = _Batches(self.schedule) if self.schedule.plan.storage.ocdbt else None
         try:
+            # Small chunks are made in one block of memory, again and again: giving it back and taking it anew costs a
+            # page fault for every 4 KiB. Large ones are given back as soon as they are compressed.
+            small = self.schedule.plan.largest_chunk < memory.LARGE_CHUNK_BYTES
+            block = np.empty(self.schedule.largest_group, np.uint8) if small else None
             with ThreadPoolExecutor(self.schedule.threads, thread_name_prefix="converter") as pool:
                 for number, group in enumerate(self.schedule.groups):
-                    buffers = self._fill(pool, group, backwards=bool(number % 2))
+                    buffers = _buffers(group, block)
+                    self._fill(pool, group, buffers, backwards=bool(number % 2))
                     if batches is not None:
                         # The last commit's values are gone before compressing makes new ones.
                         batches.wait()
@@ -73,8 +78,9 @@ class Writer:
                 batches.abort()
             raise
 
-    def _fill(self, pool: ThreadPoolExecutor, group: tuple[Chunk, ...], *, backwards: bool) -> dict[Chunk, np.ndarray]:
-        buffers = {chunk: _buffer(chunk) for chunk in group}
+    def _fill(
+        self, pool: ThreadPoolExecutor, group: tuple[Chunk, ...], buffers: dict[Chunk, np.ndarray], *, backwards: bool
+    ) -> None:
         tasks = list(_tasks(group))
         if backwards:
             # What the last walk read last is still in the page cache.
@@ -90,7 +96,6 @@ class Writer:
 
         for _ in pool.map(fill, tasks):
             pass
-        return buffers
 
     def _store(
         self,
@@ -129,6 +134,7 @@ class _Batches:
 
     def __init__(self, schedule: Schedule) -> None:
         self._limit = schedule.batch
+        self._release = schedule.plan.largest_chunk >= memory.LARGE_CHUNK_BYTES
         self._lock = threading.Lock()
         self._transaction = ts.Transaction()
         self._size = 0
@@ -146,7 +152,8 @@ class _Batches:
         if self._committing is not None:
             self._committing.result()
             self._committing = None
-            memory.release()
+            if self._release:
+                memory.release()
 
     def finish(self) -> None:
         with self._lock:
@@ -167,10 +174,21 @@ class _Batches:
         self._transaction, self._size = ts.Transaction(), 0
 
 
-def _buffer(chunk: Chunk) -> np.ndarray:
-    array = chunk.array
-    # Zeros where no piece reaches: rows that MaxText's vocabulary has beyond the repository's.
-    return (np.zeros if array.padded else np.empty)(array.chunk_shape, array.dtype)
+def _buffers(group: tuple[Chunk, ...], block: np.ndarray | None) -> dict[Chunk, np.ndarray]:
+    """An array for each chunk of a group, in `block` where there is one."""
+    buffers = {}
+    start = 0
+    for chunk in group:
+        array = chunk.array
+        if block is None:
+            buffers[chunk] = np.empty(array.chunk_shape, array.dtype)
+        else:
+            buffers[chunk] = block[start : start + chunk.nbytes].view(array.dtype).reshape(array.chunk_shape)
+            start += aligned(chunk.nbytes)
+        if array.padded:
+            # Where no piece reaches: rows that MaxText's vocabulary has beyond the repository's.
+            buffers[chunk][...] = 0
+    return buffers
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ _SLAB_BYTES = 1 << 20
 """Input handed to the compressor at a time, so that output grows as it goes and signals get a turn."""
 
 
+_PRESIZED_BYTES = 1 << 20
+
+
 @dataclass(frozen=True)
 class ChunkFormat:
     """What the array's metadata say of its chunks.
@@ -71,10 +74,12 @@ class ChunkFormat:
 
 
 def _output(size: int) -> io.BytesIO:
-    """An empty stream with room for what `size` bytes usually become, so that it need not grow by copying."""
+    """An empty stream, with room for what `size` bytes usually become, so as not to grow by copying."""
     out = io.BytesIO()
-    out.write(bytes(size * 4 // 5))
-    out.seek(0)
+    if size >= _PRESIZED_BYTES:
+        out.seek(size * 4 // 5)
+        out.write(b"\0")
+        out.seek(0)
     return out
 
 
