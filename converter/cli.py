@@ -68,6 +68,7 @@ def to_maxtext(argv: list[str]) -> int:
     def run() -> int:
         from converter.run import run_conversion
 
+        signal.signal(signal.SIGTERM, _terminate)
         return run_conversion(argv)
 
     return _guarded(run)
@@ -151,7 +152,7 @@ def _parser(command: str, description: str) -> _Parser:
 
 def _guarded(run: Callable[[], int]) -> int:
     """Run, turning every way to fail into one line on stderr and an exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _end)
     log.setLevel(logging.INFO)
     log.propagate = False
     log.handlers = [logging.StreamHandler(sys.stderr)]
@@ -182,6 +183,12 @@ def _exit_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """SIGTERM while there is nothing to clean up; an exception raised amid an import may get lost there."""
+    os.write(2, b"converter: ended by SIGTERM; nothing was written\n")
+    os._exit(Terminated.exit_code)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -209,11 +210,13 @@ def _save(request: Request, target: Path, plan: Plan, write: Write, stop: thread
                 # Not for ever at once: a signal that arrives just before the wait begins would only be seen after it.
                 wait([saving], timeout=0.1)
             saving.result()
+            _finish_undisturbed()
         except BaseException as error:
             stop.set()
             wait([saving])
             if saving.exception() is None:
                 log.info("the signal came when everything was written: finishing")
+                _finish_undisturbed()
                 return
             for thread in set(threading.enumerate()) - others:
                 if thread.name.startswith(_ORBAX_THREADS):
@@ -223,6 +226,12 @@ def _save(request: Request, target: Path, plan: Plan, write: Write, stop: thread
             if isinstance(error, Exception) and not isinstance(error, ConverterError):
                 raise _failure(error, request) from error
             raise
+
+
+def _finish_undisturbed() -> None:
+    """Ignore SIGTERM from here on: what is left takes milliseconds, and the checkpoint is there."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _failure(error: Exception, request: Request) -> Exception:
