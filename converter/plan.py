@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -114,7 +114,6 @@ class Plan:
     devices: int
     scan: bool
     storage: Storage
-    notes: tuple[str, ...] = field(default=())
 
     @cached_property
     def nbytes(self) -> int:

@@ -81,10 +81,9 @@ class Leaf:
 
 @dataclass(frozen=True)
 class OpenArray:
-    """An array that exists, still empty: where its chunks go and what its metadata say of them."""
+    """An array that exists, still empty, and where its chunks go."""
 
     leaf: Leaf
-    metadata: Mapping[str, Any]
     store: ts.KvStore
 
 
@@ -180,11 +179,11 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
             array = await ts.open(ts.Spec(spec.json), create=True, open=True, context=context, transaction=transaction)
             store = array.kvstore
             assert store is not None, "zarr arrays lie in a key-value store"
-            created.append((leaf, spec.json["metadata"], store))
+            created.append((leaf, store))
             metadatas.append(spec.metadata)
         if transaction is not None:
             await transaction.commit_async()
-        opened = [OpenArray(leaf, metadata, store.with_transaction(None)) for leaf, metadata, store in created]
+        opened = [OpenArray(leaf, store.with_transaction(None)) for leaf, store in created]
         if sharded:
             await self._array_metadata_store.write(
                 checkpoint_dir=infos[0].parent_dir, array_metadatas=metadatas, process_index=0
