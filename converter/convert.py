@@ -22,6 +22,7 @@ from converter.maxtext.layout import ITEM
 from converter.maxtext.orbax import OpenArray, Storage, Write, save
 from converter.plan import Plan, make_plan
 from converter.progress import Meter, Phases
+from converter.reading import box_reader
 from converter.request import Request
 from converter.schedule import Schedule, default_budget
 from converter.show import show_plan
@@ -157,7 +158,7 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
     with Meter("converting", plan.nbytes, monitor) as meter:
         writer = Writer(
             planned.schedule,
-            repository.array,
+            box_reader(repository),
             repository.prefetch if planned.schedule.rereads(memory.limit()) else None,
             digests.add if request.report is not None else None,
             meter.add,

@@ -38,7 +38,23 @@ class View:
     @cached_property
     def outer_axis(self) -> int:
         """The axis of the view that lies outermost in the file among those that are longer than one."""
-        stored = next((i for i, size in enumerate(self.split) if size > 1), 0)
+        return self._axis(next((i for i, size in enumerate(self.split) if size > 1), 0))
+
+    def narrowed(self, box: Box) -> tuple[slice, View, Box]:
+        """What of the stored tensor must be at hand for a box of the view.
+
+        Returns:
+          The elements of the stored tensor, a range of whole rows of its first axis; how those are looked at; and
+          where in that view the box is.
+        """
+        axis = self._axis(0)
+        rows, inner = box[axis], math.prod(self.split[1:])
+        view = View((rows.stop - rows.start, *self.split[1:]), self.order, self.stacked)
+        within = (*box[:axis], slice(0, rows.stop - rows.start), *box[axis + 1 :])
+        return slice(rows.start * inner, rows.stop * inner), view, within
+
+    def _axis(self, stored: int) -> int:
+        """The axis of the view that an axis of the split tensor becomes."""
         axis = self.order.index(stored)
         for stacked in self.stacked:
             axis += stacked <= axis

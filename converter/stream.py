@@ -16,6 +16,7 @@ from converter.copying import copy_box
 from converter.mapping import Box, Piece
 from converter.maxtext.orbax import OpenArray
 from converter.plan import Chunk
+from converter.reading import ReadBox
 from converter.schedule import Schedule, aligned
 
 _TASK_BYTES = 8 << 20
@@ -23,8 +24,6 @@ _TASK_BYTES = 8 << 20
 
 _PARALLEL_ZSTD_BYTES = 16 << 20
 """Chunks from this size on are compressed by several threads when there are fewer chunks than threads."""
-
-ReadTensor = Callable[[str], np.ndarray]
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -36,7 +35,7 @@ class Writer:
     """Writes the chunks of a schedule.
 
     Attributes:
-      read: gives a stored tensor as an array, without reading it.
+      read: gives the source's content for a box of a piece.
       prefetch: reads a range of a tensor's elements ahead; None leaves that to the kernel.
       on_chunk: called with each filled chunk and its content, from several threads.
       on_stored: called with each chunk's uncompressed and stored bytes, from several threads.
@@ -44,7 +43,7 @@ class Writer:
     """
 
     schedule: Schedule
-    read: ReadTensor
+    read: ReadBox
     prefetch: Callable[[str, int, int], None] | None
     on_chunk: Callable[[Chunk, np.ndarray], None] | None
     on_stored: Callable[[int, int], None]
@@ -91,8 +90,8 @@ class Writer:
                 raise Stopped
             if self.prefetch is not None and task.first:
                 self.prefetch(task.piece.tensor, *task.piece.view.extent(task.source))
-            view = task.piece.view.of(self.read(task.piece.tensor))
-            copy_box(buffers[task.chunk][task.target], view[task.source], task.chunk.array.parameter.steps)
+            content = self.read(task.piece, task.source)
+            copy_box(buffers[task.chunk][task.target], content, task.chunk.array.parameter.steps)
 
         for _ in pool.map(fill, tasks):
             pass

@@ -27,6 +27,7 @@ from converter.mapping import Box, Geometry, Parameter, parameters
 from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, stored_arrays
 from converter.maxtext.layout import ROOT
 from converter.progress import Meter
+from converter.reading import ReadBox, box_reader
 from converter.rules import Family
 from converter.show import shape_text, table
 from converter.stream import intersect
@@ -62,6 +63,7 @@ def run_verification(
     name = model_name or _recorded_name(checkpoint)
     family = _family(name, repository)
     expected = _parameters(family, name or family.name, checkpoint, stored, repository)
+    read = box_reader(repository)
     count = threads or len(os.sched_getaffinity(0))
     differences = list(_structure(expected, stored))
     wrong = {difference.name for difference in differences}
@@ -69,7 +71,7 @@ def run_verification(
     total = sum(stored[ROOT + parameter.path].nbytes for parameter in comparable)
     with memory.Monitor() as monitor, Meter("verifying", total, monitor) as meter:
         for parameter in comparable:
-            differences += _content(checkpoint, stored[ROOT + parameter.path], parameter, repository, count, meter)
+            differences += _content(checkpoint, stored[ROOT + parameter.path], parameter, read, count, meter)
     if as_json:
         entries = [{"array": difference.name, "difference": difference.what} for difference in differences]
         print(json.dumps({"arrays": len(expected), "bytes": total, "differences": entries}, indent=1))
@@ -158,7 +160,7 @@ def _content(
     checkpoint: Checkpoint,
     array: StoredArray,
     parameter: Parameter,
-    repository: Repository,
+    read: ReadBox,
     threads: int,
     meter: Meter,
 ) -> list[Difference]:
@@ -176,7 +178,7 @@ def _content(
             within = tuple(
                 slice(whole.start + part.start, whole.start + part.stop) for whole, part in zip(block, box, strict=True)
             )
-            unequal = content[box].view(bits) != _expected(parameter, within, repository).view(bits)
+            unequal = content[box].view(bits) != _expected(parameter, within, read).view(bits)
             if unequal.any():
                 count += int(np.count_nonzero(unequal))
                 at = np.unravel_index(int(np.argmax(unequal)), unequal.shape)
@@ -194,13 +196,13 @@ def _content(
     return [Difference(array.name, f"{count:,} of {elements:,} elements, the first at {list(first)}")]
 
 
-def _expected(parameter: Parameter, box: Box, repository: Repository) -> np.ndarray:
+def _expected(parameter: Parameter, box: Box, read: ReadBox) -> np.ndarray:
     """What a box of the parameter must hold."""
     content = np.zeros([part.stop - part.start for part in box], parameter.dtype)
     for piece in parameter.pieces:
         if found := intersect(piece, box):
             target, source = found
-            copy_box(content[target], piece.view.of(repository.array(piece.tensor))[source], parameter.steps)
+            copy_box(content[target], read(piece, source), parameter.steps)
     return content
 
 

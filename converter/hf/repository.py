@@ -71,6 +71,10 @@ class Repository:
         mapped = self._map(tensor.file)
         return np.frombuffer(mapped, dtype, count, tensor.offset).reshape(tensor.shape)
 
+    def elements(self, name: str, part: slice) -> np.ndarray:
+        """A range of the tensor's elements in stored order, as a flat array; memory-mapped as `array` is."""
+        return self.array(name).reshape(-1)[part]
+
     def prefetch(self, name: str, first: int, end: int) -> None:
         """Read elements `first` to `end` of a tensor into the page cache, and no others.
 
