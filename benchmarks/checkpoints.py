@@ -65,7 +65,7 @@ def make_config(model_name: str, *, dtype: str = "bfloat16", **overrides: Any) -
     family = MODELS[model_name]
     return {
         "architectures": list(family.architectures),
-        "model_type": family.model_type,
+        "model_type": family.model_types[0],
         "dtype": dtype,
         **family.models[model_name].config,
         **overrides,

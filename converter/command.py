@@ -48,11 +48,10 @@ def _stock_words(family: Family, name: str) -> dict[str, str]:
     """The geometry MaxText has under a name."""
     config = family.fill(family.models[name].config)
     vocabulary = config["vocab_size"]
-    layers = sum(config[stack.layers] for stack in family.stacks)
+    layers = int(config[family.stacks[0].layers])
     return _geometry_words(family, config, family.vocabulary.get(vocabulary, vocabulary), layers)
 
 
 def _geometry_words(family: Family, config: Config, vocab_size: int, layers: int) -> dict[str, str]:
-    (stack,) = family.stacks
     words = {word: str(config[key]).lower() for word, key in family.words.items()}
-    return words | {"vocab_size": str(vocab_size), "base_num_decoder_layers": str(layers // stack.cycle)}
+    return words | {"vocab_size": str(vocab_size), "base_num_decoder_layers": str(layers // family.merged)}

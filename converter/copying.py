@@ -33,6 +33,9 @@ def copy_box(target: np.ndarray, source: np.ndarray, steps: Sequence[Step]) -> N
     Args:
       target, source: of the same shape, any strides.
     """
+    if target.dtype.kind == "i":
+        target[...] = source
+        return
     if source.dtype == target.dtype and not steps:
         unsigned = np.dtype(f"u{target.dtype.itemsize}")
         _copy(target.view(unsigned), source.view(unsigned))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from converter.errors import RequestError
 from converter.hf.repository import Repository
-from converter.mapping import Geometry, stored_shapes
+from converter.mapping import Geometry, namer, stored_shapes
+from converter.patterns import parse_pattern
 from converter.request import Request
 from converter.rules import Family
 from converter.words import parse_bool, parse_count
@@ -25,16 +26,19 @@ def make_geometry(request: Request, config: Mapping[str, Any]) -> Geometry:
       RequestError: config.json is of another architecture, lacks a size, or disagrees with a word.
     """
     family = request.family
-    filled = check_architecture(family, request.model_name, config)
+    filled = check_architecture(family, request.model_name, config, multimodal=request.multimodal)
     layers = _layers(request, filled)
     for word, text in request.geometry.items():
         _check_word(word, text, filled[family.words[word]])
     vocab_size = request.vocab_size or family.vocabulary.get(filled["vocab_size"], filled["vocab_size"])
-    return Geometry(filled, vocab_size, layers)
+    return Geometry(filled, vocab_size, layers, request.multimodal)
 
 
-def check_architecture(family: Family, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def check_architecture(family: Family, name: str, config: Mapping[str, Any], *, multimodal: bool) -> dict[str, Any]:
     """config.json with the family's defaults, once it is known to be of that family.
+
+    Args:
+      multimodal: whether what is beside the text model is wanted too.
 
     Raises:
       RequestError: it is not, or a size is missing or no positive whole number.
@@ -44,7 +48,7 @@ def check_architecture(family: Family, name: str, config: Mapping[str, Any]) -> 
     if not isinstance(architectures, list) or (
         not set(map(str, architectures)) & set(family.architectures)
         if architectures
-        else model_type != family.model_type
+        else model_type not in family.model_types
     ):
         found = ", ".join(map(str, architectures)) if isinstance(architectures, list) and architectures else model_type
         raise RequestError(
@@ -54,13 +58,23 @@ def check_architecture(family: Family, name: str, config: Mapping[str, Any]) -> 
         method = config["quantization_config"]
         method = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
         raise RequestError(f"the repository is quantised ({method}); use one that is not")
-    sizes = {*family.dims.values(), *(stack.layers for stack in family.stacks)}
-    for key in ("hidden_size", "num_attention_heads"):
-        _check_size(key, config.get(key))
-    filled = family.fill(config)
-    for key in sizes:
+    try:
+        filled = family.fill(config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise RequestError(f"config.json lacks or spoils a size that others follow from: {error}") from None
+    for key in _size_keys(family, filled, multimodal=multimodal):
         _check_size(key, filled.get(key))
     return filled
+
+
+def _size_keys(family: Family, config: Mapping[str, Any], *, multimodal: bool) -> set[str]:
+    """The keys of config.json that the rules need."""
+    rules, stacks = family.parts(multimodal=multimodal)
+    held = (*rules, *(rule for stack in stacks for rule in stack.rules))
+    names = {
+        name for rule in held if rule.when is None or rule.when(config) for name in parse_pattern(rule.pattern).names
+    }
+    return {*(family.dims[name] for name in names), *(stack.layers for stack in stacks)}
 
 
 def _check_size(key: str, value: object) -> None:
@@ -70,18 +84,18 @@ def _check_size(key: str, value: object) -> None:
 
 def _layers(request: Request, config: Mapping[str, Any]) -> int:
     """How many of the repository's layers are converted."""
-    (stack,) = request.family.stacks
-    layers = int(config[stack.layers])
-    if layers % stack.cycle:
-        raise RequestError(f"config.json has {layers} layers; MaxText holds this model in groups of {stack.cycle}")
+    merged = request.family.merged
+    layers = int(config[request.family.stacks[0].layers])
+    if layers % merged:
+        raise RequestError(f"config.json has {layers} layers; MaxText holds this model in groups of {merged}")
     if request.maxtext_layers is None:
         return layers
-    if request.maxtext_layers > layers // stack.cycle:
+    if request.maxtext_layers > layers // merged:
         raise RequestError(
-            f"base_num_decoder_layers={request.maxtext_layers}, but the repository has {layers // stack.cycle}"
-            + (f" (MaxText counts groups of {stack.cycle} layers)" if stack.cycle > 1 else "")
+            f"base_num_decoder_layers={request.maxtext_layers}, but the repository has {layers // merged}"
+            + (f" (MaxText counts groups of {merged} layers)" if merged > 1 else "")
         )
-    return request.maxtext_layers * stack.cycle
+    return request.maxtext_layers * merged
 
 
 def _check_word(word: str, text: str, actual: object) -> None:
@@ -99,18 +113,33 @@ def check_tensors(family: Family, geometry: Geometry, repository: Repository) ->
     Raises:
       RequestError: one is none of these.
     """
-    used = stored_shapes(family, geometry.config)
+    used = stored_shapes(family, geometry.config, repository.tensors, multimodal=geometry.multimodal)
+    ignored = list(_ignored(family, geometry))
+    actual = namer(family, repository.tensors)
+    twins = {actual(name): actual(twin) for name, twin in family.equal.items()}
     unused = sorted(set(repository.tensors) - set(used))
     for name in unused:
-        twin = family.equal.get(name)
+        twin = twins.get(name)
         if twin is not None and twin in repository.tensors:
             _check_equal(repository, name, twin)
-        elif not any(re.fullmatch(pattern, name) for pattern in family.ignored):
+        elif not any(re.fullmatch(pattern, name) for pattern in ignored):
             more = len(unused) - 1
             also = f" (and {more} more)" if more else ""
             raise RequestError(
                 f"tensor {name[:200]}{also} of the repository has no place in {family.name}; is it another model?"
             )
+
+
+def _ignored(family: Family, geometry: Geometry) -> Iterator[str]:
+    """Regular expressions of tensors that this conversion leaves out."""
+    yield from family.ignored
+    if not geometry.multimodal:
+        yield from family.beside
+    if family.extra_layers:
+        stack = family.stacks[0]
+        first = int(geometry.config[stack.layers])
+        for layer in range(first, first + int(geometry.config.get(family.extra_layers) or 0)):
+            yield rf"(.*\.)?layers\.{layer}\..*"
 
 
 def _check_equal(repository: Repository, name: str, twin: str) -> None:

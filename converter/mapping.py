@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -18,40 +19,52 @@ import numpy as np
 from converter.errors import RequestError
 from converter.hf.repository import NUMPY_DTYPES
 from converter.hf.safetensors import StoredTensor
-from converter.rules import AddOne, Axes, Family, HalvesToPairs, Rule, Scale, Stack, parse_pattern
+from converter.layers import blocks
+from converter.patterns import Axis, choice, parse_axes, parse_pattern
+from converter.rules import AddOne, Family, Form, HalvesToPairs, Rule, Scale
 
 Box = tuple[slice, ...]
+
+_slice = cache(slice)
+"""Large models have many thousand boxes, most of the same slices."""
 
 
 @dataclass(frozen=True)
 class View:
-    """How a stored tensor is looked at so that its axes are the parameter's: reshape, transpose, new axes."""
+    """How a part of a stored tensor is looked at so that its axes are the parameter's: reshape, pick, transpose.
+
+    Attributes:
+      split: sizes of the axes that the part is taken apart into, in stored order.
+      order: the axis of `split` that is each axis of the view, picked and new ones left out.
+      stacked: new axes of the view, of length one.
+      picked: axis of `split` -> the only index of it that is seen.
+      offset: elements of the tensor before the part.
+    """
 
     split: tuple[int, ...]
     order: tuple[int, ...]
     stacked: tuple[int, ...] = ()
+    picked: tuple[tuple[int, int], ...] = ()
+    offset: int = 0
 
-    def of(self, stored: np.ndarray) -> np.ndarray:
-        """A view, never a copy: splitting and permuting axes needs none."""
-        return np.expand_dims(stored.reshape(self.split).transpose(self.order), self.stacked)
+    def of(self, part: np.ndarray) -> np.ndarray:
+        """A view, never a copy: splitting, picking and permuting axes needs none.
+
+        Args:
+          part: the stored elements from `offset` on, as many as `split` has.
+        """
+        picked = dict(self.picked)
+        kept = [axis for axis in range(len(self.split)) if axis not in picked]
+        seen = part.reshape(self.split)[tuple(picked.get(axis, slice(None)) for axis in range(len(self.split)))]
+        return np.expand_dims(seen.transpose([kept.index(axis) for axis in self.order]), self.stacked)
 
     @cached_property
     def outer_axis(self) -> int:
         """The axis of the view that lies outermost in the file among those that are longer than one."""
-        return self._axis(next((i for i, size in enumerate(self.split) if size > 1), 0))
-
-    def narrowed(self, box: Box) -> tuple[slice, View, Box]:
-        """What of the stored tensor must be at hand for a box of the view.
-
-        Returns:
-          The elements of the stored tensor, a range of whole rows of its first axis; how those are looked at; and
-          where in that view the box is.
-        """
-        axis = self._axis(0)
-        rows, inner = box[axis], math.prod(self.split[1:])
-        view = View((rows.stop - rows.start, *self.split[1:]), self.order, self.stacked)
-        within = (*box[:axis], slice(0, rows.stop - rows.start), *box[axis + 1 :])
-        return slice(rows.start * inner, rows.stop * inner), view, within
+        seen = sorted(self.order)
+        if not seen:
+            return 0
+        return self._axis(next((axis for axis in seen if self.split[axis] > 1), seen[0]))
 
     def _axis(self, stored: int) -> int:
         """The axis of the view that an axis of the split tensor becomes."""
@@ -60,18 +73,37 @@ class View:
             axis += stacked <= axis
         return axis
 
+    def narrowed(self, box: Box) -> tuple[slice, View, Box]:
+        """What of the stored tensor must be at hand for a box of the view.
+
+        Returns:
+          The elements of the stored tensor, a range of whole rows of its first axis; how those are looked at; and
+          where in that view the box is.
+        """
+        if not self.split or 0 not in self.order:
+            return slice(self.offset, self.offset + math.prod(self.split)), self, box
+        axis = self._axis(0)
+        rows, inner = box[axis], math.prod(self.split[1:])
+        view = replace(self, split=(rows.stop - rows.start, *self.split[1:]), offset=0)
+        within = (*box[:axis], slice(0, rows.stop - rows.start), *box[axis + 1 :])
+        return slice(self.offset + rows.start * inner, self.offset + rows.stop * inner), view, within
+
     def extent(self, box: Box) -> tuple[int, int]:
         """The first element of the stored tensor that a box of the view touches, and the end of the last."""
+        picked = dict(self.picked)
         parts = [part for axis, part in enumerate(box) if axis not in self.stacked]
         first = last = 0
-        for position, size in enumerate(self.split):
-            part = parts[self.order.index(position)]
-            first = first * size + part.start
-            last = last * size + part.stop - 1
-        return first, last + 1
+        for axis, size in enumerate(self.split):
+            if axis in picked:
+                start = stop = picked[axis]
+            else:
+                part = parts[self.order.index(axis)]
+                start, stop = part.start, part.stop - 1
+            first, last = first * size + start, last * size + stop
+        return self.offset + first, self.offset + last + 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a parameter and the box of one stored tensor, seen through `view`, that fills it."""
 
@@ -95,14 +127,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One MaxText array and where its content comes from. What no piece covers is zero.
+    """One MaxText array and where its content comes from.
 
     Attributes:
-      path: name below `params.params`, parts joined by ".".
+      path: name below `params`, parts joined by ".", the collection first.
       shape: as stored by MaxText, scanned layers included.
       dtype: numpy dtype it is stored in.
       pieces: disjoint boxes.
       steps: arithmetic, the same for every piece.
+      fill: value of what no piece covers.
     """
 
     path: str
@@ -110,6 +143,7 @@ class Parameter:
     dtype: np.dtype
     pieces: tuple[Piece, ...]
     steps: tuple[Step, ...]
+    fill: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,20 +154,63 @@ class Geometry:
       config: the repository's config.json with the family's defaults.
       vocab_size: rows of the target's vocabulary; rows beyond the repository's are zero, fewer cut it.
       layers: how many of the repository's layers, from the first on, are converted.
+      multimodal: whether what is beside the text model is converted too.
     """
 
     config: Mapping[str, Any]
     vocab_size: int
     layers: int
+    multimodal: bool = False
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One stored tensor's part in one parameter, layers left aside.
+
+    Attributes:
+      name: the tensor's, below its layer.
+      stored_shape: of the whole tensor.
+      target, source: boxes of the parameter and of the view.
+    """
+
+    name: str
+    stored_shape: tuple[int, ...]
+    view: View
+    target: Box
+    source: Box
+
+
+class _Sizes:
+    """The size of every dimension, in the repository and in the parameter."""
+
+    def __init__(self, family: Family, config: Mapping[str, Any], vocab_size: int) -> None:
+        self._family, self._config, self._vocab_size = family, config, vocab_size
+
+    def __getitem__(self, name: str) -> int:
+        if name[0].isdigit():
+            chosen = choice(name)
+            return chosen[1] if chosen else int(name)
+        return int(self._config[self._family.dims[name]])
+
+    def product(self, names: tuple[str, ...]) -> int:
+        return math.prod(self[name] for name in names)
+
+    def of_target(self, name: str) -> int:
+        is_vocabulary = self._family.dims.get(name) == "vocab_size"
+        return self._vocab_size if is_vocabulary else self[name]
+
+    def axis(self, axis: Axis) -> int:
+        """The length of a parameter's axis."""
+        return self.product(axis.outer) * sum(math.prod(map(self.of_target, part)) for part in axis.parts)
 
 
 def _segments(size: int, target_size: int, pairs: bool) -> list[tuple[slice, slice]]:
     """The (target, source) slices that fill one axis."""
     if pairs:
         half = size // 2
-        return [(slice(0, size, 2), slice(0, half)), (slice(1, size, 2), slice(half, size))]
+        return [(_slice(0, size, 2), _slice(0, half)), (_slice(1, size, 2), _slice(half, size))]
     common = min(size, target_size)
-    return [(slice(0, common), slice(0, common))]
+    return [(_slice(0, common), _slice(0, common))]
 
 
 def _steps(rule: Rule, config: Mapping[str, Any]) -> tuple[Step, ...]:
@@ -149,62 +226,193 @@ def _steps(rule: Rule, config: Mapping[str, Any]) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """A rule made concrete: shapes and boxes of one source tensor within one (unstacked) parameter."""
-
-    stored_shape: tuple[int, ...]
-    shape: tuple[int, ...]
-    view: View
-    boxes: tuple[tuple[Box, Box], ...]
+def _shape(rule: Rule, sizes: _Sizes) -> tuple[int, ...]:
+    """Of the parameter, layers left aside."""
+    return tuple(sizes.axis(axis) for axis in parse_pattern(rule.pattern).target)
 
 
-def _layout(rule: Rule, family: Family, geometry: Geometry) -> _Layout:
-    axes: Axes = parse_pattern(rule.pattern)
-    size = {letter: int(geometry.config[family.dims[letter]]) for letter in axes.target}
-    target_size = {
-        letter: geometry.vocab_size if family.dims[letter] == "vocab_size" else size[letter] for letter in size
-    }
+def _sources(rule: Rule, form: Form, sizes: _Sizes) -> Iterator[_Source]:
+    """What fills the parameter, one entry for each tensor and each box."""
+    if not form.source:
+        return
+    pattern = parse_pattern(form.pattern)
+    named = re.findall(r"\{(\w+)\}", form.source)
+    repeated = [name for axis in pattern.target for name in axis.outer]
+    shape = _stored_shape(pattern.stored, sizes)
+    rows = pattern.stored[0]
+    start = sum(sizes.product(part) for part in rows.parts[: rows.chosen]) * math.prod(shape[1:])
     paired = {op.dim for op in rule.ops if isinstance(op, HalvesToPairs)}
-    per_axis = [_segments(size[letter], target_size[letter], letter in paired) for letter in axes.target]
-    return _Layout(
-        stored_shape=tuple(math.prod(size[letter] for letter in group) for group in axes.stored),
-        shape=tuple(target_size[letter] for letter in axes.target),
-        view=View(tuple(size[letter] for letter in axes.split), axes.order),
-        boxes=tuple(
-            (tuple(target for target, _ in combination), tuple(source for _, source in combination))
-            for combination in itertools.product(*per_axis)
-        ),
-    )
+    for values in itertools.product(*(range(sizes[name]) for name in (*named, *repeated))):
+        fixed = dict(zip((*named, *repeated), values, strict=True))
+        view, per_axis = _view(pattern.stored, pattern.target, sizes, fixed, named, start, paired)
+        name = form.source.format(**fixed)
+        for combination in itertools.product(*per_axis):
+            target, source = tuple(box for box, _ in combination), tuple(box for _, box in combination)
+            yield _Source(name, shape, view, target, source)
 
 
-def _source_name(stack: Stack, layer: int, rule: Rule) -> str:
-    return f"{stack.source}{stack.cycle * layer + rule.at}.{rule.source}"
+def _view(
+    stored: tuple[Axis, ...],
+    target: tuple[Axis, ...],
+    sizes: _Sizes,
+    fixed: Mapping[str, int],
+    named: list[str],
+    start: int,
+    paired: set[str],
+) -> tuple[View, list[list[tuple[slice, slice]]]]:
+    """How one tensor is looked at, and for every axis of the parameter the (target, source) slices that it fills.
+
+    Args:
+      fixed: name -> its value, for names in the tensor's name and those that repeat parts of an axis.
+      start: elements before the part of the stored tensor that is meant.
+    """
+    split = [name for axis in stored for name in axis.names]
+    indices = {i: chosen[0] for i, name in enumerate(split) if (chosen := choice(name))}
+    indices |= {i: fixed[name] for i, name in enumerate(split) if name in fixed}
+    while split and min(indices, default=-1) == 0:
+        # What is picked of the outermost axis lies in one run: it is a matter of where the part begins.
+        start += indices.pop(0) * sizes.product(tuple(split[1:]))
+        split, indices = split[1:], {i - 1: index for i, index in indices.items()}
+    free = [i for i in range(len(split)) if i not in indices]
+    order, stacked, per_axis = [], [], []
+    for position, axis in enumerate(target):
+        (name,) = axis.names
+        before = sum(math.prod(map(sizes.of_target, part)) for part in axis.parts[: axis.chosen])
+        for outer in axis.outer:
+            before += fixed[outer] * sum(sizes.product(part) for part in axis.parts)
+        source = next((i for i in free if split[i] == name), None)
+        if name in named or source is None:
+            stacked.append(position)
+            at = fixed.get(name, 0) + before
+            per_axis.append([(_slice(at, at + 1), _slice(0, 1))])
+            continue
+        free.remove(source)
+        order.append(source)
+        segments = _segments(sizes[name], sizes.of_target(name), name in paired)
+        per_axis.append([(_slice(to.start + before, to.stop + before, to.step), of) for to, of in segments])
+    picked = tuple(sorted(indices.items()))
+    return View(tuple(sizes[name] for name in split), tuple(order), tuple(stacked), picked, start), per_axis
 
 
-def _rules(family: Family, config: Mapping[str, Any], rules: Iterable[Rule]) -> Iterator[Rule]:
-    return (rule for rule in rules if rule.when is None or rule.when(config))
+def _stack(source: _Source, at: tuple[int, ...], axis: int) -> tuple[View, Box, Box]:
+    """View and boxes with one more axis for each of the layers' indices, from `axis` on."""
+    count = len(at)
+    if not count:
+        return source.view, source.target, source.source
+    view = _stacked(source.view, axis, count)
+    target = (*source.target[:axis], *(_slice(i, i + 1) for i in at), *source.target[axis:])
+    return view, target, (*source.source[:axis], *(_slice(0, 1),) * count, *source.source[axis:])
 
 
-def stored_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+@cache
+def _stacked(view: View, axis: int, count: int) -> View:
+    moved = [position + count * (position >= axis) for position in view.stacked]
+    return replace(view, stacked=tuple(sorted([*moved, *range(axis, axis + count)])))
+
+
+Namer = Callable[[str], str]
+"""A tensor's name in the rules -> its name in the repository."""
+
+
+def namer(family: Family, tensors: Mapping[str, Any]) -> Namer:
+    """How the repository's names differ from those in the rules: by their beginnings."""
+    actual = {}
+    for prefix, alternatives in family.prefixes.items():
+        found = (alternative for alternative in alternatives if any(name.startswith(alternative) for name in tensors))
+        actual[prefix] = next(found, alternatives[0])
+
+    def name(wanted: str) -> str:
+        for prefix, alternative in actual.items():
+            if wanted.startswith(prefix):
+                return alternative + wanted.removeprefix(prefix)
+        return wanted
+
+    return name
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A rule in one block of layers (none outside stacks), with the names of its tensors' beginnings."""
+
+    rule: Rule
+    path: str
+    layers: np.ndarray | None
+    source: Callable[[int, str], str]
+
+
+def _placed(family: Family, geometry: Geometry, *, scan: bool) -> Iterator[_Placed]:
+    """Every rule that holds, wherever it holds."""
+    config = geometry.config
+    rules, stacks = family.parts(multimodal=geometry.multimodal)
+
+    def holds(rule: Rule) -> bool:
+        return rule.when is None or rule.when(config)
+
+    for rule in filter(holds, rules):
+        yield _Placed(rule, f"{rule.collection}.{rule.target}", None, lambda _, name: name)
+    for stack in stacks:
+        for block in blocks(stack, config, geometry.layers, scan=scan):
+            for rule in filter(holds, stack.rules):
+                if block.holds(rule, config):
+                    yield _Placed(
+                        rule,
+                        f"{rule.collection}.{block.target}.{rule.target}",
+                        block.layers,
+                        lambda layer, name, prefix=stack.source, at=rule.at: f"{prefix}{layer + at}.{name}",  # type: ignore[misc]
+                    )
+
+
+def stored_shapes(
+    family: Family,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, StoredTensor] | None = None,
+    *,
+    multimodal: bool = False,
+) -> dict[str, tuple[int, ...]]:
     """Every tensor that the rules read from a whole repository with this configuration, and its shape there.
 
     Args:
       config: with the family's defaults.
+      tensors: what the repository holds; None for one that is stored as the rules' first forms say.
     """
-
-    def shape(rule: Rule) -> tuple[int, ...]:
-        return tuple(
-            math.prod(int(config[family.dims[letter]]) for letter in group)
-            for group in parse_pattern(rule.pattern).stored
-        )
-
-    shapes = {rule.source: shape(rule) for rule in _rules(family, config, family.rules)}
-    for stack in family.stacks:
-        for layer in range(int(config[stack.layers]) // stack.cycle):
-            for rule in _rules(family, config, stack.rules):
-                shapes[_source_name(stack, layer, rule)] = shape(rule)
+    layers = int(config[family.stacks[0].layers])
+    geometry = Geometry(config, int(config["vocab_size"]), layers, multimodal)
+    sizes = _Sizes(family, config, geometry.vocab_size)
+    name = namer(family, tensors or {})
+    shapes: dict[str, tuple[int, ...]] = {}
+    for placed in _placed(family, geometry, scan=False):
+        layer = 0 if placed.layers is None else int(placed.layers)
+        form = _form(placed, layer, sizes, name, tensors)
+        for source in _sources(placed.rule, form, sizes):
+            shapes[name(placed.source(layer, source.name))] = source.stored_shape
     return shapes
+
+
+def _form(placed: _Placed, layer: int, sizes: _Sizes, name: Namer, tensors: Mapping[str, StoredTensor] | None) -> Form:
+    """In which of a rule's forms the repository has it."""
+    rule = placed.rule
+    forms = (Form(rule.source, rule.pattern), *rule.forms)
+    if len(forms) == 1 or tensors is None:
+        return forms[0]
+    there = []
+    for form in forms:
+        source = next(_sources(rule, form, sizes))
+        tensor = tensors.get(name(placed.source(layer, source.name)))
+        if tensor is None:
+            continue
+        there.append(form)
+        if tensor.shape != source.stored_shape:
+            continue
+        if form.beside is None:
+            return form
+        other = tensors.get(name(placed.source(layer, form.beside[0])))
+        if other is None or other.shape == _stored_shape(parse_axes(form.beside[1]), sizes):
+            return form
+    return there[0] if there else forms[0]
+
+
+def _stored_shape(axes: tuple[Axis, ...], sizes: _Sizes) -> tuple[int, ...]:
+    return tuple(sum(sizes.product(part) for part in axis.parts) for axis in axes)
 
 
 def parameters(
@@ -226,54 +434,39 @@ def parameters(
     Raises:
       RequestError: a tensor is missing, or has another shape or an unsupported dtype.
     """
-    config = geometry.config
-    made: list[Parameter] = []
-
-    def add(rule: Rule, path: str, layout: _Layout, names: list[str], stack_axis: int | None) -> None:
-        for name in names:
-            _check(name, tensors, layout.stored_shape)
+    sizes = _Sizes(family, geometry.config, geometry.vocab_size)
+    name = namer(family, tensors)
+    made: dict[str, Parameter] = {}
+    for placed in _placed(family, geometry, scan=scan):
+        rule = placed.rule
         dtype = np.dtype(rule.dtype) if rule.dtype else save_dtype
-        if stack_axis is None:
-            shape, view = layout.shape, layout.view
-            pieces = [Piece(names[0], view, target, source) for target, source in layout.boxes]
-        else:
-            shape = (*layout.shape[:stack_axis], len(names), *layout.shape[stack_axis:])
-            view = View(layout.view.split, layout.view.order, (stack_axis,))
-            pieces = [
-                Piece(
-                    name,
-                    view,
-                    (*target[:stack_axis], slice(i, i + 1), *target[stack_axis:]),
-                    (*source[:stack_axis], slice(0, 1), *source[stack_axis:]),
-                )
-                for i, name in enumerate(names)
-                for target, source in layout.boxes
-            ]
-        made.append(Parameter(path, shape, dtype, tuple(pieces), _steps(rule, config)))
-
-    for rule in _rules(family, config, family.rules):
-        add(rule, rule.target, _layout(rule, family, geometry), [rule.source], None)
-    for stack in family.stacks:
-        count = geometry.layers // stack.cycle
-        for rule in _rules(family, config, stack.rules):
-            layout = _layout(rule, family, geometry)
-            names = [_source_name(stack, i, rule) for i in range(count)]
-            if scan:
-                axis = min(scan_axis, len(layout.shape))
-                add(rule, f"{stack.target}.{rule.target}", layout, names, axis)
-            else:
-                for i, name in enumerate(names):
-                    add(rule, f"{stack.target}_{i}.{rule.target}", layout, [name], None)
-    return sorted(made, key=lambda parameter: parameter.path)
+        layers = np.asarray(0) if placed.layers is None else placed.layers
+        unit = _shape(rule, sizes)
+        axis = min(scan_axis if rule.scan_axis is None else rule.scan_axis, len(unit))
+        form = _form(placed, int(layers.flat[0]), sizes, name, tensors)
+        pieces = []
+        for source in _sources(rule, form, sizes):
+            for at in np.ndindex(layers.shape):
+                tensor = name(placed.source(int(layers[at]), source.name))
+                _check(tensor, tensors, source.stored_shape, dtype)
+                pieces.append(Piece(tensor, *_stack(source, at, axis)))
+        if placed.path in made:
+            first = made[placed.path]
+            made[placed.path] = replace(first, pieces=(*first.pieces, *pieces))
+            continue
+        shape = (*unit[:axis], *layers.shape, *unit[axis:])
+        steps = _steps(rule, geometry.config)
+        made[placed.path] = Parameter(placed.path, shape, dtype, tuple(pieces), steps, rule.constant)
+    return sorted(made.values(), key=lambda parameter: parameter.path)
 
 
-def _check(name: str, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> None:
+def _check(name: str, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...], dtype: np.dtype) -> None:
     tensor = tensors.get(name)
     if tensor is None:
         raise RequestError(f"tensor {name} is missing from the repository; is it a complete checkpoint of this model?")
-    if tensor.dtype not in NUMPY_DTYPES:
-        known = ", ".join(NUMPY_DTYPES)
-        raise RequestError(f"tensor {name} has dtype {tensor.dtype}; only {known} can be converted")
+    known = [code for code, kind in NUMPY_DTYPES.items() if (kind.kind == "i") == (dtype.kind == "i")]
+    if tensor.dtype not in known:
+        raise RequestError(f"tensor {name} has dtype {tensor.dtype}; only {', '.join(known)} can be converted")
     if tensor.shape != shape:
         hint = " (it looks transposed)" if tensor.shape == shape[::-1] else ""
         raise RequestError(f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}{hint}")

@@ -42,6 +42,7 @@ class Request:
       ocdbt, zarr3, compression, chunk_bytes: storage.
       vocab_size: rows of the target's vocabulary, None for the family's own choice.
       maxtext_layers: decoder layers as MaxText counts them, None for all.
+      multimodal: whether what is beside the text model is converted too.
       geometry: MaxText's other geometry words, to be held against config.json.
       memory_budget: bytes of chunks in flight, None for the default.
       threads: that fill, compress and write.
@@ -65,6 +66,7 @@ class Request:
     chunk_bytes: int
     vocab_size: int | None
     maxtext_layers: int | None
+    multimodal: bool
     geometry: Mapping[str, str]
     memory_budget: int | None
     threads: int
@@ -101,6 +103,7 @@ class Request:
             "chunk_byte_size": self.chunk_bytes,
             "vocab_size": self.vocab_size,
             "base_num_decoder_layers": self.maxtext_layers,
+            "use_multimodal": self.multimodal,
         }
 
     def fingerprint(self, source: Mapping[str, Any]) -> str:
@@ -130,8 +133,12 @@ def make_request(words: Words) -> Request:
     family = MODELS[name]
     _check_environment(values)
     notes = _check_others(words, family)
-    if values["use_multimodal"]:
-        raise RequestError(f"{name} has no vision tower: drop use_multimodal=true")
+    tower = family.tower if values["use_multimodal"] else None
+    if values["use_multimodal"] and tower is None:
+        raise RequestError(f"{name} has no vision tower that MaxText holds: drop use_multimodal=true")
+    reason = family.unscannable or (tower.scans if tower else "")
+    if values["scan_layers"] and reason:
+        raise RequestError(f"scan_layers=true: {reason}; give scan_layers=false")
     if values["save_dtype"] == "float8_e4m3fn":
         raise RequestError("save_dtype=float8_e4m3fn is not supported yet; give bfloat16 or float32")
     devices = values["simulated_cpu_devices_count"]
@@ -175,6 +182,7 @@ def make_request(words: Words) -> Request:
         chunk_bytes=values["chunk_byte_size"],
         vocab_size=values["vocab_size"],
         maxtext_layers=values["base_num_decoder_layers"],
+        multimodal=values["use_multimodal"],
         geometry={key: text for key, text in words.others.items() if key in family.words},
         memory_budget=values["memory_budget"],
         threads=values["threads"] or len(os.sched_getaffinity(0)),

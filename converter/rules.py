@@ -1,21 +1,19 @@
 """The language of a family file: rules that say where every MaxText parameter comes from.
 
 A rule names a MaxText parameter, the Hugging Face tensor it comes from, and how the axes of one become the axes
-of the other, in the notation of einops: `"(q d) e -> e q d"` reads a stored matrix of q*d rows and e columns and
-lays it out as [e, q, d]. Letters are dimensions; a family says which key of config.json gives each its size.
-From one rule come the shapes, the plan and both directions of a conversion: axes are only ever split and
-permuted, which loses nothing, and what else happens to the numbers is a `Scale` or an `AddOne`.
+of the other (patterns.py has the notation). A family says which key of config.json gives each dimension its size.
+From one rule come the shapes, the plan and both directions of a conversion: axes are only ever split, permuted and
+cut, which loses nothing, and what else happens to the numbers is a `Scale` or an `AddOne`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 Config = Mapping[str, Any]
-"""config.json with the family's defaults filled in."""
+"""config.json with the family's defaults filled in, its text model's keys at the root, the others' as "a.b"."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +42,38 @@ Op = HalvesToPairs | Scale | AddOne
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One MaxText parameter and the tensor it comes from.
+class Form:
+    """Another way in which repositories store what a rule reads.
 
     Attributes:
-      target: parameter name below its stack or, outside stacks, below the root; parts joined by ".".
-      source: tensor name below the stack's source prefix or, outside stacks, the whole name.
-      pattern: axes of the stored tensor -> axes of the parameter, each a letter of `Family.dims`.
+      source, pattern: as in `Rule`.
+      beside: name and axes of a tensor that must be there too, where the shape alone leaves two forms possible.
+    """
+
+    source: str
+    pattern: str
+    beside: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One MaxText parameter, or one part of it, and the tensor it comes from.
+
+    Attributes:
+      target: parameter name below its stack or, outside stacks, below the collection; parts joined by ".". Rules
+        of the same target each fill a part of it.
+      source: tensor name below the stack's source prefix or, outside stacks, the whole name. `{x}` in it stands
+        for every value of dimension x. Empty: no tensor, every element is `constant`.
+      pattern: axes of the stored tensor -> axes of the parameter.
       ops: what else happens, in order.
-      at: which of the stack's `cycle` source layers this rule reads.
+      at: which of the stack's `merged` source layers this rule reads.
       dtype: the parameter's dtype where it does not follow `--save_dtype`.
       when: the rule holds only for configurations for which this is true.
+      layers: the rule holds only for source layers for which this is true.
+      forms: other ways in which it is stored; the first whose tensor is there, in the right shape, counts.
+      collection: MaxText's collection of variables.
+      scan_axis: the axis on which layers are stacked, where it is not the usual one.
+      constant: value of elements that come from no tensor.
     """
 
     target: str
@@ -64,21 +83,67 @@ class Rule:
     at: int = 0
     dtype: str | None = None
     when: Callable[[Config], bool] | None = None
+    layers: Callable[[Config, int], bool] | None = None
+    forms: tuple[Form, ...] = ()
+    collection: str = "params"
+    scan_axis: int | None = None
+    constant: float = 0.0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The layers at one place of a scanned cycle: `count` neighbours, stacked on an axis of their own if several."""
+
+    name: str
+    count: int = 1
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A run of equal layers: stacked into one array when scanned, one array per layer when not.
+    """A run of layers: stacked into one array when scanned, one array per layer when not.
 
-    Scanned, a rule's parameter is `<target>.<rule>` with the layers on the scan axis; unscanned it is
-    `<target>_<i>.<rule>`. MaxText layer i reads the source layers `cycle * i + rule.at`.
+    Unscanned, a rule's parameter is `<target>_<i>.<rule>`. Scanned it is `<scanned>.<rule>` with the layers on the
+    scan axis; with slots `<scanned>.<slot>.<rule>`, where layer i belongs to the slot at i modulo the cycle.
+
+    Attributes:
+      target: prefix of the parameters' names.
+      source: prefix of the tensors' names, followed by the layer's number and ".".
+      merged: how many layers of the repository one MaxText layer holds.
+      layers: key of config.json that counts the repository's layers.
+      first, end: keys of config.json between which this stack's layers lie; None for all.
+      restart: whether unscanned layers are counted from this stack's first.
+      scanned: prefix when scanned; None: like `target`; "": never scanned.
+      slots: the places of one cycle; empty where all layers are alike.
+      remainder: prefix of the layers after the last whole cycle, one array each; None: there may be none.
     """
 
     target: str
     source: str
     rules: tuple[Rule, ...]
-    cycle: int = 1
+    merged: int = 1
     layers: str = "num_hidden_layers"
+    first: str | None = None
+    end: str | None = None
+    restart: bool = False
+    scanned: str | None = None
+    slots: tuple[Slot, ...] = ()
+    remainder: str | None = None
+
+
+@dataclass(frozen=True)
+class Tower:
+    """What a multimodal conversion adds to the text model.
+
+    Attributes:
+      rules, stacks: its parameters.
+      target: how all of their names begin, to tell whether a checkpoint has it.
+      scans: why layers cannot be scanned with it, or "".
+    """
+
+    rules: tuple[Rule, ...]
+    stacks: tuple[Stack, ...]
+    target: str = "vision_encoder"
+    scans: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,14 +172,23 @@ class Family:
     Attributes:
       name: the family's own name.
       decoder_block: MaxText's name for it.
-      architectures, model_type: what config.json says of a repository of this family.
-      defaults: what transformers assumes where config.json is silent; a function is given the configuration.
-      dims: letter -> key of config.json.
+      architectures, model_types: what config.json says of a repository of this family.
+      defaults: what transformers assumes where config.json is silent, and derived sizes; a function is given the
+        configuration.
+      dims: dimension of the patterns -> key of config.json.
       rules, stacks: the parameters outside and inside layers.
-      ignored: regular expressions of tensors that carry no weights.
+      text: where in config.json the text model's keys are, parts joined by "."; "" for the root.
+      tower: what `use_multimodal=true` adds; None for a text model.
+      prefixes: how a tensor's name begins in the rules -> how it may begin in repositories; the first that any
+        tensor begins with counts.
+      ignored: regular expressions of tensors that carry nothing that MaxText has a place for.
+      beside: regular expressions of tensors that a text-only conversion leaves out.
+      extra_layers: key of config.json that counts further layers, for predicting several tokens, which MaxText's
+        model leaves out.
       equal: tensor -> tensor it must equal where both are present although a rule reads only the second.
       vocabulary: vocabulary size in the repository -> in MaxText, where MaxText fixes another.
       rope_type: MaxText's `rope_type` that the layout of query and key is for.
+      unscannable: why this model's layers cannot be scanned, or "".
       words: MaxText's word for a geometry fact -> the key of config.json that must agree with it.
       models: the names this family answers to.
     """
@@ -122,56 +196,56 @@ class Family:
     name: str
     decoder_block: str
     architectures: tuple[str, ...]
-    model_type: str
+    model_types: tuple[str, ...]
     defaults: Mapping[str, Any]
     dims: Mapping[str, str]
     rules: tuple[Rule, ...]
     stacks: tuple[Stack, ...]
     models: Mapping[str, Model]
     words: Mapping[str, str]
+    text: str = ""
+    tower: Tower | None = None
+    prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    extra_layers: str | None = None
     equal: Mapping[str, str] = field(default_factory=dict)
     vocabulary: Mapping[int, int] = field(default_factory=dict)
     rope_type: str = "default"
+    unscannable: str = ""
+
+    @property
+    def merged(self) -> int:
+        """How many layers of the repository MaxText counts as one."""
+        return self.stacks[0].merged
+
+    def parts(self, *, multimodal: bool) -> tuple[tuple[Rule, ...], tuple[Stack, ...]]:
+        """The rules and stacks of a conversion with or without what is beside the text model."""
+        if not multimodal or self.tower is None:
+            return self.rules, self.stacks
+        return (*self.rules, *self.tower.rules), (*self.stacks, *self.tower.stacks)
 
     def fill(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration with defaults where a key is absent or null."""
-        filled = {key: value for key, value in config.items() if value is not None}
+        """The configuration, flat: the text model's keys at the root, defaults where one is absent or null."""
+        text: Any = config
+        for part in filter(None, self.text.split(".")):
+            text = text.get(part) if isinstance(text, Mapping) and isinstance(text.get(part), Mapping) else {}
+        filled = dict(_flat(config))
+        filled |= {key: value for key, value in text.items() if value is not None}
         for key, default in self.defaults.items():
             if key not in filled:
-                filled[key] = default(filled) if callable(default) else default
+                value = default(filled) if callable(default) else default
+                if value is not None:
+                    filled[key] = value
         return filled
 
 
-@dataclass(frozen=True)
-class Axes:
-    """A parsed pattern: the stored axes, each a product of letters, and the parameter's axes."""
-
-    stored: tuple[tuple[str, ...], ...]
-    target: tuple[str, ...]
-
-    @property
-    def split(self) -> tuple[str, ...]:
-        """The stored axes taken apart into single letters, in stored order."""
-        return tuple(letter for group in self.stored for letter in group)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The transposition that brings the split axes into the parameter's order."""
-        return tuple(self.split.index(letter) for letter in self.target)
-
-
-def parse_pattern(pattern: str) -> Axes:
-    """Parse `"(q d) e -> e q d"`.
-
-    Raises:
-      ValueError: the pattern is malformed or its sides differ in letters.
-    """
-    left, arrow, right = pattern.partition("->")
-    tokens = re.findall(r"\(([^()]*)\)|(\S+)", left)
-    stored = tuple(tuple(group.split()) if group else (letter,) for group, letter in tokens)
-    target = tuple(right.split())
-    axes = Axes(stored, target)
-    if not arrow or sorted(axes.split) != sorted(target) or len(set(target)) != len(target):
-        raise ValueError(f"malformed pattern {pattern!r}")
-    return axes
+def _flat(config: Mapping[str, Any], prefix: str = "", depth: int = 4) -> list[tuple[str, Any]]:
+    """Every key, of nested objects as "a.b"."""
+    found: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        if value is not None:
+            found.append((prefix + key, value))
+        if isinstance(value, Mapping) and depth:
+            found += _flat(value, f"{prefix}{key}.", depth - 1)
+    return found

@@ -186,7 +186,7 @@ def _buffers(group: tuple[Chunk, ...], block: np.ndarray | None) -> dict[Chunk, 
             start += aligned(chunk.nbytes)
         if array.padded:
             # Where no piece reaches: rows that MaxText's vocabulary has beyond the repository's.
-            buffers[chunk][...] = 0
+            buffers[chunk][...] = array.parameter.fill
     return buffers
 
 

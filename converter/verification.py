@@ -23,12 +23,13 @@ from converter.errors import CheckError, RequestError
 from converter.families import FAMILIES, MODELS
 from converter.geometry import check_architecture
 from converter.hf.repository import Repository, locate, open_repository
+from converter.layers import blocks
 from converter.mapping import Box, Geometry, Parameter, parameters
 from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, stored_arrays
-from converter.maxtext.layout import ROOT
+from converter.maxtext.layout import PARAMS, ROOT
 from converter.progress import Meter
 from converter.reading import ReadBox, box_reader
-from converter.rules import Family
+from converter.rules import Config, Family
 from converter.show import shape_text, table
 from converter.stream import intersect
 
@@ -97,7 +98,7 @@ def _family(name: str | None, repository: Repository) -> Family:
             raise RequestError(f"unknown model_name {name!r}; `python -m converter models` lists the names")
         return MODELS[name]
     model_type = repository.config.get("model_type")
-    fitting = [family for family in FAMILIES if family.model_type == model_type]
+    fitting = [family for family in FAMILIES if model_type in family.model_types]
     if len(fitting) != 1:
         known = ", ".join(next(iter(family.models)) for family in fitting) or "none known here"
         raise RequestError(f"config.json fits {len(fitting)} layouts ({known}, ...): give --model_name")
@@ -112,34 +113,52 @@ def _parameters(
     repository: Repository,
 ) -> list[Parameter]:
     """What the checkpoint should hold, in the sizes and dtype that it has."""
-    config = check_architecture(family, name, repository.config)
-    embedding = stored.get(f"{ROOT}token_embedder.embedding")
+    embedding = stored.get(f"{ROOT}{PARAMS}token_embedder.embedding")
     if embedding is None:
-        raise RequestError(f"{checkpoint.items} holds no MaxText parameters: no {ROOT}token_embedder.embedding")
-    (stack,) = family.stacks
-    prefix = f"{ROOT}{stack.target}"
-    scan = any(array.startswith(f"{prefix}.") for array in stored)
-    axis = 1
-    layers = int(config[stack.layers])
-    if scan:
-        # A norm's scale is [embedding, layers] or, with param_scan_axis=0, [layers, embedding].
-        rule = next(rule for rule in stack.rules if rule.pattern == "e -> e")
-        scale = stored.get(f"{prefix}.{rule.target}")
-        if scale is not None and len(scale.shape) == 2:
-            axis = 0 if scale.shape[1] == config["hidden_size"] != scale.shape[0] else 1
-            layers = scale.shape[axis] * stack.cycle
-    else:
-        numbers = {array.removeprefix(f"{prefix}_").partition(".")[0] for array in stored if array.startswith(prefix)}
-        layers = len(numbers) * stack.cycle
-    geometry = Geometry(config, embedding.shape[0], min(layers, int(config[stack.layers])))
+        raise RequestError(f"{checkpoint.items} holds no MaxText parameters: no {ROOT}{PARAMS}token_embedder.embedding")
+    tower = family.tower
+    multimodal = tower is not None and any(array.startswith(f"{ROOT}{PARAMS}{tower.target}") for array in stored)
+    config = check_architecture(family, name, repository.config, multimodal=multimodal)
+    scan, axis, layers = _stacking(family, config, stored)
     return parameters(
         family,
-        geometry,
+        Geometry(config, embedding.shape[0], layers, multimodal),
         repository.tensors,
         save_dtype=np.dtype(embedding.dtype),
         scan=scan,
         scan_axis=axis,
     )
+
+
+def _stacking(family: Family, config: Config, stored: Mapping[str, StoredArray]) -> tuple[bool, int, int]:
+    """Whether layers are scanned in a checkpoint, on which axis, and how many of the repository's layers it holds.
+
+    Told from the norm scales, which have one axis but for the layers: the largest model whose scales are all there.
+    """
+    total = int(config[family.stacks[0].layers])
+    for scan, axis in ((True, 1), (True, 0), (False, 1)):
+        for layers in range(total, 0, -1):
+            try:
+                scales = _scales(family, Geometry(config, 1, layers), scan=scan, axis=axis)
+            except RequestError:
+                # Not whole cycles.
+                continue
+            if all(name in stored and stored[name].shape == shape for name, shape in scales.items()):
+                return scan, axis, layers
+    return any(name.startswith(f"{ROOT}{PARAMS}{family.stacks[0].target}.") for name in stored), 1, total
+
+
+def _scales(family: Family, geometry: Geometry, *, scan: bool, axis: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the norm scales inside the layers."""
+    found = {}
+    for stack in family.stacks:
+        for block in blocks(stack, geometry.config, geometry.layers, scan=scan):
+            for rule in stack.rules:
+                if rule.pattern == "e -> e" and rule.collection == "params" and block.holds(rule, geometry.config):
+                    size, layers = int(geometry.config["hidden_size"]), block.layers.shape
+                    shape = (size, *layers) if axis else (*layers, size)
+                    found[f"{ROOT}{PARAMS}{block.target}.{rule.target}"] = shape
+    return found
 
 
 def _structure(expected: list[Parameter], stored: Mapping[str, StoredArray]) -> Iterator[Difference]:
@@ -198,7 +217,7 @@ def _content(
 
 def _expected(parameter: Parameter, box: Box, read: ReadBox) -> np.ndarray:
     """What a box of the parameter must hold."""
-    content = np.zeros([part.stop - part.start for part in box], parameter.dtype)
+    content = np.full([part.stop - part.start for part in box], parameter.fill, parameter.dtype)
     for piece in parameter.pieces:
         if found := intersect(piece, box):
             target, source = found

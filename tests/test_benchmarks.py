@@ -171,7 +171,7 @@ def test_geometry_is_maxtexts(name: str) -> None:
     (stack,) = family.stacks
     ours = {
         **{word: config[key] for word, key in family.words.items()},
-        "base_num_decoder_layers": config[stack.layers] // stack.cycle,
+        "base_num_decoder_layers": config[stack.layers] // stack.merged,
         "vocab_size": family.vocabulary.get(config["vocab_size"], config["vocab_size"]),
         "decoder_block": family.decoder_block,
     }

@@ -46,7 +46,7 @@ GEMMA2 = Family(
     name="gemma2",
     decoder_block="gemma2",
     architectures=("Gemma2ForCausalLM",),
-    model_type="gemma2",
+    model_types=("gemma2",),
     defaults={
         "head_dim": 256,
         "num_key_value_heads": 4,
@@ -58,7 +58,7 @@ GEMMA2 = Family(
         Rule("token_embedder.embedding", "model.embed_tokens.weight", "v e -> v e", (Scale(embedding_scale),)),
         _norm("decoder.decoder_norm.scale", "model.norm.weight"),
     ),
-    stacks=(Stack("decoder.layers", "model.layers.", (*_layer("local", 0), *_layer("global", 1)), cycle=2),),
+    stacks=(Stack("decoder.layers", "model.layers.", (*_layer("local", 0), *_layer("global", 1)), merged=2),),
     equal=TIED,
     # MaxText pads the vocabulary (configs/models/gemma2-*.yml).
     vocabulary={256000: 256128},

@@ -32,7 +32,7 @@ def _family(
         name=name,
         decoder_block=decoder_block,
         architectures=(architecture,),
-        model_type=model_type,
+        model_types=(model_type,),
         defaults={
             "head_dim": lambda c: c["hidden_size"] // c["num_attention_heads"],
             "num_key_value_heads": key_value_heads or (lambda c: c["num_attention_heads"]),

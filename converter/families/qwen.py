@@ -1,8 +1,25 @@
-"""Qwen 2.5 and dense Qwen 3. MaxText scales their queries itself (models/qwen2.py, models/qwen3.py)."""
+"""Qwen 2.5 and Qwen 3, dense and with experts. MaxText scales their queries itself (models/qwen2.py, qwen3.py)."""
 
 from __future__ import annotations
 
-from converter.families.common import DECODER, DENSE_WORDS, DIMS, INV_FREQ, NORMS, TIED, attention, geometry, mlp
+from converter.families.common import (
+    DECODER,
+    DENSE_WORDS,
+    DIMS,
+    EXPERT_DIMS,
+    EXPERT_WORDS,
+    INV_FREQ,
+    NORMS,
+    QK_NORMS,
+    TIED,
+    attention,
+    expert_count,
+    expert_geometry,
+    experts,
+    geometry,
+    mlp,
+    router,
+)
 from converter.rules import Family, Model, Rule, Stack
 
 _QKV_BIASES = (
@@ -10,17 +27,12 @@ _QKV_BIASES = (
     Rule("self_attention.key.bias", "self_attn.k_proj.bias", "(k d) -> k d"),
     Rule("self_attention.value.bias", "self_attn.v_proj.bias", "(k d) -> k d"),
 )
-_QK_NORMS = (
-    Rule("self_attention.query_norm.scale", "self_attn.q_norm.weight", "d -> d"),
-    Rule("self_attention.key_norm.scale", "self_attn.k_norm.weight", "d -> d"),
-)
-
 
 QWEN25 = Family(
     name="qwen2.5",
     decoder_block="qwen2",
     architectures=("Qwen2ForCausalLM",),
-    model_type="qwen2",
+    model_types=("qwen2",),
     defaults={
         "head_dim": lambda c: c["hidden_size"] // c["num_attention_heads"],
         "num_key_value_heads": 32,
@@ -58,11 +70,11 @@ QWEN3 = Family(
     name="qwen3",
     decoder_block="qwen3",
     architectures=("Qwen3ForCausalLM",),
-    model_type="qwen3",
+    model_types=("qwen3",),
     defaults={"head_dim": 128, "num_key_value_heads": 32, "tie_word_embeddings": False},
     dims=DIMS,
     rules=DECODER,
-    stacks=(Stack("decoder.layers", "model.layers.", (*attention(), *_QK_NORMS, *mlp(), *NORMS)),),
+    stacks=(Stack("decoder.layers", "model.layers.", (*attention(), *QK_NORMS, *mlp(), *NORMS)),),
     ignored=(INV_FREQ,),
     equal=TIED,
     words=DENSE_WORDS,
@@ -80,5 +92,34 @@ QWEN3 = Family(
         "qwen3-14b": Model("Qwen/Qwen3-14B", _14B, "converter"),
         "qwen3-14b-base": Model("Qwen/Qwen3-14B-Base", _14B, "model"),
         "qwen3-32b": Model("Qwen/Qwen3-32B", _32B, "converter"),
+    },
+)
+
+_30B = expert_geometry(2048, 768, 48, 32, 4, 128, per_token=8, vocab=151936, head_dim=128)
+_235B = expert_geometry(4096, 1536, 94, 64, 4, 128, per_token=8, vocab=151936, head_dim=128)
+_480B = expert_geometry(6144, 2560, 62, 96, 8, 160, per_token=8, vocab=151936, head_dim=128)
+
+MOE_LAYER = (*attention(), *QK_NORMS, router("moe_block"), *experts("moe_block"), *NORMS)
+
+QWEN3_MOE = Family(
+    name="qwen3-moe",
+    decoder_block="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    model_types=("qwen3_moe",),
+    defaults={"head_dim": 128, "num_key_value_heads": 4, "tie_word_embeddings": False, "num_experts": expert_count},
+    dims=EXPERT_DIMS,
+    rules=DECODER,
+    stacks=(Stack("decoder.layers", "model.layers.", MOE_LAYER),),
+    ignored=(INV_FREQ,),
+    words=EXPERT_WORDS,
+    models={
+        "qwen3-30b-a3b": Model("Qwen/Qwen3-30B-A3B-Thinking-2507", _30B, "converter"),
+        "qwen3-30b-a3b-base": Model("Qwen/Qwen3-30B-A3B-Base", _30B, "converter"),
+        "qwen3-30b-a3b-instruct-2507": Model("Qwen/Qwen3-30B-A3B-Instruct-2507", _30B),
+        "qwen3-coder-30b-a3b": Model("Qwen/Qwen3-Coder-30B-A3B-Instruct", _30B),
+        "qwen3-235b-a22b": Model("Qwen/Qwen3-235B-A22B-Thinking-2507", _235B, "converter"),
+        "qwen3-235b-a22b-instruct-2507": Model("Qwen/Qwen3-235B-A22B-Instruct-2507", _235B),
+        "qwen3-480b-a35b": Model("Qwen/Qwen3-Coder-480B-A35B-Instruct", _480B, "model"),
+        "qwen3-coder-480b-a35b": Model("Qwen/Qwen3-Coder-480B-A35B-Instruct", _480B, "converter"),
     },
 )

@@ -21,6 +21,8 @@ NUMPY_DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
 """safetensors dtypes that can be read as arrays -> numpy's."""
 

@@ -6,5 +6,8 @@ STEP = "0"
 ITEM = "items"
 """Directory of the pytree below the step."""
 
-ROOT = "params.params."
-"""Prefix of the parameters' names: where MaxText's TrainState keeps them."""
+ROOT = "params."
+"""Prefix of the variables' names: where MaxText's TrainState keeps them. Below it come the collections."""
+
+PARAMS = "params."
+"""Collection of the parameters proper."""
