@@ -138,12 +138,14 @@ class Tower:
       rules, stacks: its parameters.
       target: how all of their names begin, to tell whether a checkpoint has it.
       scans: why layers cannot be scanned with it, or "".
+      audio: whether MaxText's `use_audio` goes with it.
     """
 
     rules: tuple[Rule, ...]
     stacks: tuple[Stack, ...]
     target: str = "vision_encoder"
     scans: str = ""
+    audio: bool = False
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ _8B = geometry(4096, 12288, 36, 32, 8, vocab=151936, head_dim=128)
 _14B = geometry(5120, 17408, 40, 40, 8, vocab=151936, head_dim=128)
 _32B = geometry(5120, 25600, 64, 64, 8, vocab=151936, head_dim=128)
 
+DENSE_LAYER = (*attention(), *QK_NORMS, *mlp(), *NORMS)
+
 QWEN3 = Family(
     name="qwen3",
     decoder_block="qwen3",
@@ -74,7 +76,7 @@ QWEN3 = Family(
     defaults={"head_dim": 128, "num_key_value_heads": 32, "tie_word_embeddings": False},
     dims=DIMS,
     rules=DECODER,
-    stacks=(Stack("decoder.layers", "model.layers.", (*attention(), *QK_NORMS, *mlp(), *NORMS)),),
+    stacks=(Stack("decoder.layers", "model.layers.", DENSE_LAYER),),
     ignored=(INV_FREQ,),
     equal=TIED,
     words=DENSE_WORDS,
