@@ -203,7 +203,6 @@ class Family:
     dims: Mapping[str, str]
     rules: tuple[Rule, ...]
     stacks: tuple[Stack, ...]
-    models: Mapping[str, Model]
     words: Mapping[str, str]
     text: str = ""
     tower: Tower | None = None
@@ -215,6 +214,7 @@ class Family:
     vocabulary: Mapping[int, int] = field(default_factory=dict)
     rope_type: str = "default"
     unscannable: str = ""
+    models: Mapping[str, Model] = field(default_factory=dict)
 
     @property
     def merged(self) -> int:

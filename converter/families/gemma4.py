@@ -6,11 +6,12 @@ values from earlier ones and every layer has embeddings of its own, so MaxText d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from converter.families.common import DENSE_WORDS, EXPERT_DIMS, TIED, experts, geometry, router
+from converter.families import common
 from converter.families.gemma2 import embedding_scale
-from converter.rules import Config, Family, Model, Rule, Scale, Slot, Stack
+from converter.rules import Config, Family, Rule, Scale, Slot, Stack
 
 
 def _global(config: Config, layer: int) -> bool:
@@ -26,14 +27,6 @@ def _own(config: Config, layer: int) -> bool:
     return layer < int(config["num_hidden_layers"]) - int(config["num_kv_shared_layers"])
 
 
-def _wide(config: Config, layer: int) -> bool:
-    return bool(config["use_double_wide_mlp"]) and not _own(config, layer)
-
-
-def _narrow(config: Config, layer: int) -> bool:
-    return not _wide(config, layer)
-
-
 def _own_local(config: Config, layer: int) -> bool:
     return _own(config, layer) and _local(config, layer)
 
@@ -42,253 +35,168 @@ def _own_global(config: Config, layer: int) -> bool:
     return _own(config, layer) and _global(config, layer)
 
 
+def _wide(config: Config, layer: int) -> bool:
+    return bool(config["use_double_wide_mlp"]) and not _own(config, layer)
+
+
+def _narrow(config: Config, layer: int) -> bool:
+    return not _wide(config, layer)
+
+
 def _values(config: Config) -> bool:
     """Whether global layers project values too."""
     return not config["attention_k_eq_v"]
 
 
-def _moe(config: Config) -> bool:
-    return bool(config["enable_moe_block"])
-
-
-def _dense(config: Config) -> bool:
-    return not _moe(config)
-
-
-def _small(config: Config) -> bool:
-    """Whether layers have embeddings of their own."""
-    return bool(config["hidden_size_per_layer_input"])
-
-
-def _norm(target: str, source: str, dim: str = "e", **more: Any) -> Rule:
-    return Rule(f"{target}.scale", f"{source}.weight", f"{dim} -> {dim}", **more)
-
+_KEY, _VALUE = ("key.kernel", "k_proj.weight"), ("value.kernel", "v_proj.weight")
+_WHERE = {"prefix": "self_attention.", "source": "self_attn."}
 
 _ATTENTION = (
-    Rule("self_attention.query.kernel", "self_attn.q_proj.weight", "(q d) e -> e q d", layers=_local),
-    Rule("self_attention.query.kernel", "self_attn.q_proj.weight", "(q gd) e -> e q gd", layers=_global),
-    Rule("self_attention.key.kernel", "self_attn.k_proj.weight", "(k d) e -> e k d", layers=_own_local),
-    Rule("self_attention.key.kernel", "self_attn.k_proj.weight", "(gk gd) e -> e gk gd", layers=_own_global),
-    Rule("self_attention.value.kernel", "self_attn.v_proj.weight", "(k d) e -> e k d", layers=_own_local),
-    Rule(
-        "self_attention.value.kernel",
-        "self_attn.v_proj.weight",
-        "(gk gd) e -> e gk gd",
-        layers=_own_global,
-        when=_values,
+    *common.rules(
+        ("query.kernel", "q_proj.weight", "(q d) e -> e q d"),
+        ("out.kernel", "o_proj.weight", "e (q d) -> q d e"),
+        ("query_norm.scale", "q_norm.weight", "d -> d"),
+        layers=_local, **_WHERE,
     ),
-    Rule("self_attention.out.kernel", "self_attn.o_proj.weight", "e (q d) -> q d e", layers=_local),
-    Rule("self_attention.out.kernel", "self_attn.o_proj.weight", "e (q gd) -> q gd e", layers=_global),
-    _norm("self_attention.query_norm", "self_attn.q_norm", "d", layers=_local),
-    _norm("self_attention.query_norm", "self_attn.q_norm", "gd", layers=_global),
-    _norm("self_attention.key_norm", "self_attn.k_norm", "d", layers=_own_local),
-    _norm("self_attention.key_norm", "self_attn.k_norm", "gd", layers=_own_global),
+    *common.rules(
+        ("query.kernel", "q_proj.weight", "(q gd) e -> e q gd"),
+        ("out.kernel", "o_proj.weight", "e (q gd) -> q gd e"),
+        ("query_norm.scale", "q_norm.weight", "gd -> gd"),
+        layers=_global, **_WHERE,
+    ),
+    *common.rules(
+        (*_KEY, "(k d) e -> e k d"), (*_VALUE, "(k d) e -> e k d"), ("key_norm.scale", "k_norm.weight", "d -> d"),
+        layers=_own_local, **_WHERE,
+    ),
+    *common.rules(
+        (*_KEY, "(gk gd) e -> e gk gd"), ("key_norm.scale", "k_norm.weight", "gd -> gd"), layers=_own_global, **_WHERE
+    ),
+    *common.rules((*_VALUE, "(gk gd) e -> e gk gd"), layers=_own_global, when=_values, **_WHERE),
+)  # fmt: skip
+
+_NORMS = common.rules(
+    ("pre_self_attention_norm.scale", "input_layernorm.weight", "e -> e"),
+    ("post_self_attention_norm.scale", "post_attention_layernorm.weight", "e -> e"),
+    ("pre_ffw_norm.scale", "pre_feedforward_layernorm.weight", "e -> e"),
+    ("post_ffw_norm.scale", "post_feedforward_layernorm.weight", "e -> e"),
+    ("layer_scalar", "layer_scalar", "1 -> 1"),
 )
 
-_NORMS = (
-    _norm("pre_self_attention_norm", "input_layernorm"),
-    _norm("post_self_attention_norm", "post_attention_layernorm"),
-    _norm("pre_ffw_norm", "pre_feedforward_layernorm"),
-    _norm("post_ffw_norm", "post_feedforward_layernorm"),
-    Rule("layer_scalar", "layer_scalar", "1 -> 1"),
-)
-
-
-def _mlp(target: str, dim: str, **more: Any) -> tuple[Rule, ...]:
-    return (
-        Rule(f"{target}.wi_0.kernel", "mlp.gate_proj.weight", f"{dim} e -> e {dim}", **more),
-        Rule(f"{target}.wi_1.kernel", "mlp.up_proj.weight", f"{dim} e -> e {dim}", **more),
-        Rule(f"{target}.wo.kernel", "mlp.down_proj.weight", f"e {dim} -> {dim} e", **more),
-    )
-
+_BLOCK = "mlp.moe_block.MoeBlock_0"
 
 _EXPERTS = (
-    router("mlp.moe_block.MoeBlock_0", "router.proj.weight"),
-    Rule("mlp.moe_block.MoeBlock_0.per_expert_scale", "router.per_expert_scale", "x -> x"),
-    *experts("mlp.moe_block.MoeBlock_0", separate="experts.{x}", fused="experts"),
-    *_mlp("mlp.moe_block.shared_experts", "f"),
-    _norm("mlp.pre_feedforward_layernorm_2", "pre_feedforward_layernorm_2"),
-    _norm("mlp.post_feedforward_layernorm_1", "post_feedforward_layernorm_1"),
-    _norm("mlp.post_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
-    Rule("mlp.pre_forward_scale_2", "router.scale", "e -> e"),
+    common.router(_BLOCK, "router.proj.weight"),
+    *common.experts(_BLOCK, separate="experts.{x}", fused="experts"),
+    *common.mlp("mlp.moe_block.shared_experts"),
+    *common.rules(
+        (f"{_BLOCK}.per_expert_scale", "router.per_expert_scale", "x -> x"),
+        ("mlp.pre_feedforward_layernorm_2.scale", "pre_feedforward_layernorm_2.weight", "e -> e"),
+        ("mlp.post_feedforward_layernorm_1.scale", "post_feedforward_layernorm_1.weight", "e -> e"),
+        ("mlp.post_feedforward_layernorm_2.scale", "post_feedforward_layernorm_2.weight", "e -> e"),
+        ("mlp.pre_forward_scale_2", "router.scale", "e -> e"),
+    ),
 )
 
-_PER_LAYER = (
-    Rule("per_layer_input_gate.kernel", "per_layer_input_gate.weight", "pe e -> e pe"),
-    Rule("per_layer_projection.kernel", "per_layer_projection.weight", "e pe -> pe e"),
-    _norm("post_per_layer_input_norm", "post_per_layer_input_norm"),
+_SMALL = (
+    *common.mlp(layers=_narrow),
+    *common.mlp(dim="w", layers=_wide),
+    *common.rules(
+        ("per_layer_input_gate.kernel", "per_layer_input_gate.weight", "pe e -> e pe"),
+        ("per_layer_projection.kernel", "per_layer_projection.weight", "e pe -> pe e"),
+        ("post_per_layer_input_norm.scale", "post_per_layer_input_norm.weight", "e -> e"),
+    ),
 )
 
-_EMBEDDER = "decoder.per_layer_embedder"
-
-_RULES = (
-    Rule("token_embedder.embedding", "model.embed_tokens.weight", "v e -> v e", (Scale(embedding_scale),)),
-    _norm("decoder.decoder_norm", "model.norm"),
-)
-
-
-def _per_layer(config: Config, key: str) -> Any:
-    """A size of global layers where config.json says it layer by layer (transformers since 5.24)."""
-    for layer, sizes in (config.get("per_layer_config") or {}).items():
-        if config["layer_types"][int(layer)] == "full_attention" and key in sizes:
-            return sizes[key]
-    return config[key]
-
-
-_DEFAULTS: dict[str, Any] = {
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "enable_moe_block": False,
-    "attention_k_eq_v": False,
-    "num_kv_shared_layers": 0,
-    "use_double_wide_mlp": False,
-    "hidden_size_per_layer_input": 0,
-    "layer_types": lambda c: [
-        "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(c["num_hidden_layers"])
-    ],
-    "global_head_dim": lambda c: _per_layer(c, "head_dim"),
-    "num_global_key_value_heads": lambda c: _per_layer(c, "num_key_value_heads"),
-    "double_size": lambda c: 2 * c["intermediate_size"],
-    "per_layer_size": lambda c: c["num_hidden_layers"] * c["hidden_size_per_layer_input"],
-}
-
-_DIMS = {
-    **EXPERT_DIMS,
-    "gd": "global_head_dim",
-    "gk": "num_global_key_value_heads",
-    "w": "double_size",
-    "pv": "vocab_size_per_layer_input",
-    "pe": "hidden_size_per_layer_input",
-    "pl": "per_layer_size",
-}
-
-_WORDS = {
-    **DENSE_WORDS,
-    "global_head_dim": "global_head_dim",
-    "share_kv_projections": "attention_k_eq_v",
-}
-
-_PREFIXES = {"model.": ("model.language_model.", "model.")}
-
-_BESIDE = (r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..*",)
-
-_SHARED_KV = r".*\.self_attn\.(k_proj|v_proj|k_norm)\.weight"
-"""Of layers that take keys and values from others; nothing uses them."""
-
-
-def _size(hidden: int, mlp_size: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
-    sizes = geometry(hidden, mlp_size, layers, heads, kv_heads, vocab=262144, head_dim=256, tied=True)
-    return {**sizes, "global_head_dim": 512, **more}
-
-
-_26B = _size(
-    2816, 2112, 30, 16, 8, num_global_key_value_heads=2, attention_k_eq_v=True,
-    enable_moe_block=True, moe_intermediate_size=704, num_experts=128, top_k_experts=8,
+_PER_LAYER = common.rules(
+    ("embed_tokens_per_layer", "embed_tokens_per_layer.weight", "pv pl -> pv pl"),
+    ("per_layer_model_projection.kernel", "per_layer_model_projection.weight", "pl e -> e pl"),
+    ("per_layer_projection_norm.scale", "per_layer_projection_norm.weight", "pe -> pe"),
+    prefix="decoder.per_layer_embedder.", source="model.",
 )  # fmt: skip
-_31B = _size(5376, 21504, 60, 32, 16, num_global_key_value_heads=4, attention_k_eq_v=True)
 
 
-def _large(name: str, words: dict[str, str], models: dict[str, Model], layer: tuple[Rule, ...]) -> Family:
+def _of_global(key: str) -> Any:
+    """A size of global layers, which config.json may say layer by layer (transformers since 5.24)."""
+
+    def size(config: Config) -> Any:
+        for layer, sizes in (config.get("per_layer_config") or {}).items():
+            if config["layer_types"][int(layer)] == "full_attention" and key in sizes:
+                return sizes[key]
+        return config[key]
+
+    return size
+
+
+def _five_to_one(config: Config) -> list[str]:
+    return ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(config["num_hidden_layers"])]
+
+
+_SLOTS = (Slot("local_layers", 5), Slot("global_layer"))
+
+
+def _family(
+    name: str, layer: tuple[Rule, ...], words: Mapping[str, str], rules: tuple[Rule, ...] = (), unscannable: str = ""
+) -> Family:
+    stack = Stack(
+        "decoder.layers", "model.layers.", (*_ATTENTION, *_NORMS, *layer),
+        scanned="" if unscannable else "decoder.scanned_blocks", slots=() if unscannable else _SLOTS,
+    )  # fmt: skip
     return Family(
         name=name,
-        decoder_block="gemma4",
+        decoder_block="gemma4_small" if unscannable else "gemma4",
         architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
         model_types=("gemma4", "gemma4_text"),
-        defaults=_DEFAULTS,
-        dims=_DIMS,
-        rules=_RULES,
-        stacks=(
-            Stack(
-                "decoder.layers",
-                "model.layers.",
-                (*_ATTENTION, *_NORMS, *layer),
-                scanned="decoder.scanned_blocks",
-                slots=(Slot("local_layers", 5), Slot("global_layer")),
-            ),
+        defaults={
+            "head_dim": 256, "tie_word_embeddings": True, "enable_moe_block": False, "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "layer_types": _five_to_one,
+            "global_head_dim": _of_global("head_dim"),
+            "num_global_key_value_heads": _of_global("num_key_value_heads"),
+            "two": 2, "double_size": common.product("two", "intermediate_size"),
+            "per_layer_size": common.product("num_hidden_layers", "hidden_size_per_layer_input"),
+        },
+        dims={
+            **common.EXPERT_DIMS, "gd": "global_head_dim", "gk": "num_global_key_value_heads", "w": "double_size",
+            "pv": "vocab_size_per_layer_input", "pe": "hidden_size_per_layer_input", "pl": "per_layer_size",
+        },
+        rules=(
+            Rule("token_embedder.embedding", "model.embed_tokens.weight", "v e -> v e", (Scale(embedding_scale),)),
+            Rule("decoder.decoder_norm.scale", "model.norm.weight", "e -> e"),
+            *rules,
         ),
+        stacks=(stack,),
         text="text_config",
-        prefixes=_PREFIXES,
-        beside=_BESIDE,
-        equal=TIED,
-        words={**_WORDS, "global_num_kv_heads": "num_global_key_value_heads", **words},
-        models=models,
-    )
+        prefixes={"model.": ("model.language_model.", "model.")},
+        # Nothing uses what layers carry that take keys and values from others.
+        ignored=(r".*\.self_attn\.(k_proj|v_proj|k_norm)\.weight",) if unscannable else (),
+        beside=(r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..*",),
+        equal=common.TIED,
+        unscannable=unscannable,
+        words={
+            **common.WORDS, "global_head_dim": "global_head_dim", "share_kv_projections": "attention_k_eq_v", **words,
+        },
+    )  # fmt: skip
 
 
-GEMMA4_MOE = _large(
+_GLOBAL_HEADS = {"global_num_kv_heads": "num_global_key_value_heads"}
+
+GEMMA4 = _family("gemma4", common.mlp(), _GLOBAL_HEADS)
+GEMMA4_MOE = _family(
     "gemma4-moe",
+    _EXPERTS,
     {
-        "base_moe_mlp_dim": "moe_intermediate_size",
-        "num_experts": "num_experts",
+        **_GLOBAL_HEADS, "base_moe_mlp_dim": "moe_intermediate_size", "num_experts": "num_experts",
         "num_experts_per_tok": "top_k_experts",
     },
-    {"gemma4-26b": Model("google/gemma-4-26b-a4b-it", _26B, "converter")},
-    _EXPERTS,
-)
-
-GEMMA4 = _large(
-    "gemma4",
-    {},
-    {"gemma4-31b": Model("google/gemma-4-31b-it", _31B, "converter")},
-    _mlp("mlp", "f"),
-)
-
-
-def _pattern(layers: int, cycle: int) -> list[str]:
-    return ["full_attention" if (i + 1) % cycle == 0 else "sliding_attention" for i in range(layers)]
-
-
-_PER_LAYER_SIZES = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
-_E2B = _size(
-    1536, 6144, 35, 8, 1, layer_types=_pattern(35, 5), num_kv_shared_layers=20, use_double_wide_mlp=True,
-    **_PER_LAYER_SIZES,
 )  # fmt: skip
-_E4B = _size(2560, 10240, 42, 8, 2, layer_types=_pattern(42, 6), num_kv_shared_layers=18, **_PER_LAYER_SIZES)
-
-GEMMA4_SMALL = Family(
-    name="gemma4-small",
-    decoder_block="gemma4_small",
-    architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
-    model_types=("gemma4", "gemma4_text"),
-    defaults=_DEFAULTS,
-    dims=_DIMS,
-    rules=(
-        *_RULES,
-        Rule(f"{_EMBEDDER}.embed_tokens_per_layer", "model.embed_tokens_per_layer.weight", "pv pl -> pv pl"),
-        Rule(
-            f"{_EMBEDDER}.per_layer_model_projection.kernel", "model.per_layer_model_projection.weight", "pl e -> e pl"
-        ),
-        _norm(f"{_EMBEDDER}.per_layer_projection_norm", "model.per_layer_projection_norm", "pe"),
-    ),
-    stacks=(
-        Stack(
-            "decoder.layers",
-            "model.layers.",
-            (
-                *_ATTENTION,
-                *_NORMS,
-                *_mlp("mlp", "f", layers=_narrow),
-                *_mlp("mlp", "w", layers=_wide),
-                *_PER_LAYER,
-            ),
-            scanned="",
-        ),
-    ),
-    text="text_config",
-    prefixes=_PREFIXES,
-    ignored=(_SHARED_KV,),
-    beside=_BESIDE,
-    equal=TIED,
+GEMMA4_SMALL = _family(
+    "gemma4-small",
+    _SMALL,
+    {
+        key: key
+        for key in (
+            "num_kv_shared_layers", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_double_wide_mlp",
+        )
+    },
+    _PER_LAYER,
     unscannable="later layers of this model take keys and values from earlier ones, so MaxText does not scan them",
-    words={
-        **_WORDS,
-        "num_kv_shared_layers": "num_kv_shared_layers",
-        "hidden_size_per_layer_input": "hidden_size_per_layer_input",
-        "vocab_size_per_layer_input": "vocab_size_per_layer_input",
-        "use_double_wide_mlp": "use_double_wide_mlp",
-    },
-    models={
-        "gemma4-e2b": Model("google/gemma-4-E2B-it", _E2B, "converter"),
-        "gemma4-e4b": Model("google/gemma-4-E4B-it", _E4B, "converter"),
-    },
-)
+)  # fmt: skip

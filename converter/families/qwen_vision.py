@@ -5,50 +5,34 @@ Query, key and value are one matrix in the repositories; the patch embedding is 
 
 from __future__ import annotations
 
-from converter.rules import Config, Form, Rule, Stack, Tower
+from typing import Any
 
-DEEPSTACK = "MaxText feeds the vision tower's intermediate layers into single decoder layers, which it does not scan"
+from converter.families import common
+from converter.rules import Form, Rule, Stack, Tower
 
+_DEEPSTACK = "MaxText feeds the vision tower's intermediate layers into single decoder layers, which it does not scan"
 _PREFIX = "vision_config."
 
 
-def _deepstack(config: Config, prefix: str) -> int:
-    return len(config.get(f"{prefix}deepstack_visual_indexes") or ())
-
-
-def vision_defaults(prefix: str = _PREFIX) -> dict[str, object]:
+def vision_defaults(prefix: str = _PREFIX) -> dict[str, Any]:
     """Derived sizes; `prefix` is where in config.json the vision tower's keys are."""
     return {
-        f"{prefix}head_dim": lambda c: (
-            c[f"{prefix}hidden_size"] // c[f"{prefix}num_heads"] if f"{prefix}hidden_size" in c else None
+        f"{prefix}head_dim": common.quotient(f"{prefix}hidden_size", f"{prefix}num_heads"),
+        f"{prefix}merged_size": common.product(
+            f"{prefix}hidden_size", f"{prefix}spatial_merge_size", f"{prefix}spatial_merge_size"
         ),
-        f"{prefix}merged_size": lambda c: (
-            c[f"{prefix}hidden_size"] * c[f"{prefix}spatial_merge_size"] ** 2 if f"{prefix}hidden_size" in c else None
-        ),
-        f"{prefix}deepstack_layers": lambda c: _deepstack(c, prefix),
+        f"{prefix}deepstack_layers": lambda c: len(c.get(f"{prefix}deepstack_visual_indexes") or ()),
     }
 
 
 def vision_dims(prefix: str = _PREFIX) -> dict[str, str]:
     """The dimensions of the vision tower's patterns."""
-    return {
-        "ve": f"{prefix}hidden_size",
-        "vf": f"{prefix}intermediate_size",
-        "vh": f"{prefix}num_heads",
-        "vd": f"{prefix}head_dim",
-        "vm": f"{prefix}merged_size",
-        "vn": f"{prefix}merged_size",
-        "vo": f"{prefix}out_hidden_size",
-        "vt": f"{prefix}temporal_patch_size",
-        "vy": f"{prefix}patch_size",
-        "vx": f"{prefix}patch_size",
-        "vc": f"{prefix}in_channels",
-        "vp": f"{prefix}num_position_embeddings",
-    }
-
-
-VISION_DEFAULTS = vision_defaults()
-VISION_DIMS = vision_dims()
+    keys = {
+        "ve": "hidden_size", "vf": "intermediate_size", "vh": "num_heads", "vd": "head_dim", "vm": "merged_size",
+        "vn": "merged_size", "vo": "out_hidden_size", "vt": "temporal_patch_size", "vy": "patch_size",
+        "vx": "patch_size", "vc": "in_channels", "vp": "num_position_embeddings",
+    }  # fmt: skip
+    return {name: f"{prefix}{key}" for name, key in keys.items()}
 
 
 def _merger(target: str, source: str, norm: str) -> tuple[Rule, ...]:
@@ -67,22 +51,21 @@ def _merger(target: str, source: str, norm: str) -> tuple[Rule, ...]:
     )
 
 
-def _block() -> tuple[Rule, ...]:
-    thirds = (("query", "0/3"), ("key", "1/3"), ("value", "2/3"))
-    return (
-        *(Rule(f"attn.attn.{part}.kernel", "attn.qkv.weight", f"({i} vh vd) ve -> ve vh vd") for part, i in thirds),
-        *(Rule(f"attn.attn.{part}.bias", "attn.qkv.bias", f"({i} vh vd) -> vh vd") for part, i in thirds),
-        Rule("attn.attn.out.kernel", "attn.proj.weight", "ve (vh vd) -> vh vd ve"),
-        Rule("attn.attn.out.bias", "attn.proj.bias", "ve -> ve"),
-        Rule("ln1.scale", "norm1.weight", "ve -> ve"),
-        Rule("ln1.bias", "norm1.bias", "ve -> ve"),
-        Rule("ln2.scale", "norm2.weight", "ve -> ve"),
-        Rule("ln2.bias", "norm2.bias", "ve -> ve"),
-        Rule("mlp.kernel", "mlp.linear_fc1.weight", "vf ve -> ve vf"),
-        Rule("mlp.bias", "mlp.linear_fc1.bias", "vf -> vf"),
-        Rule("mlp_out.kernel", "mlp.linear_fc2.weight", "ve vf -> vf ve"),
-        Rule("mlp_out.bias", "mlp.linear_fc2.bias", "ve -> ve"),
-    )
+_THIRDS = (("query", "0/3"), ("key", "1/3"), ("value", "2/3"))
+
+_BLOCK = (
+    *common.rules(
+        *((f"{part}.kernel", "qkv.weight", f"({third} vh vd) ve -> ve vh vd") for part, third in _THIRDS),
+        *((f"{part}.bias", "qkv.bias", f"({third} vh vd) -> vh vd") for part, third in _THIRDS),
+        ("out.kernel", "proj.weight", "ve (vh vd) -> vh vd ve"),
+        ("out.bias", "proj.bias", "ve -> ve"),
+        prefix="attn.attn.", source="attn.",
+    ),
+    *common.affine("ln1", "norm1", "ve -> ve", "ve -> ve", "scale"),
+    *common.affine("ln2", "norm2", "ve -> ve", "ve -> ve", "scale"),
+    *common.affine("mlp", "mlp.linear_fc1", "vf ve -> ve vf", "vf -> vf"),
+    *common.affine("mlp_out", "mlp.linear_fc2", "ve vf -> vf ve", "ve -> ve"),
+)  # fmt: skip
 
 
 def vision_tower(
@@ -107,29 +90,26 @@ def vision_tower(
     """
     encoder, projector = f"vision_encoder.{name}VisionEncoder_0", f"vision_encoder.{name}VisionProjector_0"
     mergers = Stack(
-        f"{encoder}.merger",
-        f"{source}{deepstack}.",
-        _merger("", "", "vm"),
-        layers=f"{prefix}deepstack_layers",
-        scanned="",
-    )
+        f"{encoder}.merger", f"{source}{deepstack}.", _merger("", "", "vm"),
+        layers=f"{prefix}deepstack_layers", scanned="",
+    )  # fmt: skip
     return Tower(
         rules=(
-            Rule(
-                f"{encoder}.patch_embed.proj.kernel",
-                f"{source}patch_embed.proj.weight",
+            *common.affine(
+                f"{encoder}.patch_embed.proj",
+                f"{source}patch_embed.proj",
                 "ve vc vt vy vx -> vt vy vx vc ve",
+                "ve -> ve",
             ),
-            Rule(f"{encoder}.patch_embed.proj.bias", f"{source}patch_embed.proj.bias", "ve -> ve"),
             Rule(f"{encoder}.pos_embed_interpolate.pos_embed", f"{source}pos_embed.weight", "vp ve -> vp ve"),
             *_merger(f"{projector}.merger.", f"{source}merger.", "ve"),
             *rules,
         ),
         stacks=(
-            Stack(f"{encoder}.blocks", f"{source}blocks.", _block(), layers=f"{prefix}depth", scanned=""),
+            Stack(f"{encoder}.blocks", f"{source}blocks.", _BLOCK, layers=f"{prefix}depth", scanned=""),
             *((mergers,) if deepstack else ()),
             *stacks,
         ),
-        scans=DEEPSTACK if deepstack else "",
+        scans=_DEEPSTACK if deepstack else "",
         audio=audio,
     )
