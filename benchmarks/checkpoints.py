@@ -23,8 +23,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from converter.families import MODELS
 from converter.mapping import stored_shapes
+from converter.models import MODELS
 from converter.rules import Family
 
 FILE_BYTES = 4_000_000_000

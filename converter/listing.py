@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from converter.families import FAMILIES
 from converter.mapping import stored_shapes
+from converter.models import FAMILIES
 from converter.rules import Family
 from converter.show import table
 from converter.words import MAXTEXT_VERSION

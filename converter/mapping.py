@@ -20,7 +20,7 @@ from converter.errors import RequestError
 from converter.hf.repository import NUMPY_DTYPES
 from converter.hf.safetensors import StoredTensor
 from converter.layers import blocks
-from converter.patterns import Axis, choice, parse_axes, parse_pattern
+from converter.patterns import Axis, choice, evaluate, parse_axes, parse_pattern
 from converter.rules import AddOne, Family, Form, HalvesToPairs, Rule, Scale
 
 Box = tuple[slice, ...]
@@ -187,10 +187,8 @@ class _Sizes:
         self._family, self._config, self._vocab_size = family, config, vocab_size
 
     def __getitem__(self, name: str) -> int:
-        if name[0].isdigit():
-            chosen = choice(name)
-            return chosen[1] if chosen else int(name)
-        return int(self._config[self._family.dims[name]])
+        chosen = choice(name)
+        return chosen[1] if chosen else evaluate(name, lambda part: int(self._config[self._family.dims[part]]))
 
     def product(self, names: tuple[str, ...]) -> int:
         return math.prod(self[name] for name in names)
@@ -360,6 +358,12 @@ def _placed(family: Family, geometry: Geometry, *, scan: bool) -> Iterator[_Plac
                         block.layers,
                         lambda layer, name, prefix=stack.source, at=rule.at: f"{prefix}{layer + at}.{name}",  # type: ignore[misc]
                     )
+
+
+def used_rules(family: Family, config: Mapping[str, Any], *, multimodal: bool) -> Iterator[Rule]:
+    """The rules that hold in a whole repository with this configuration."""
+    layers = int(config[family.stacks[0].layers])
+    yield from (placed.rule for placed in _placed(family, Geometry(config, 1, layers, multimodal), scan=False))
 
 
 def stored_shapes(

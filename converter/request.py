@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from converter.errors import RequestError
-from converter.families import MODELS
 from converter.maxtext.devices import MAX_DEVICES
 from converter.maxtext.layout import STEP
+from converter.models import MODELS
 from converter.rules import Family, Model
 from converter.words import MAXTEXT_VERSION, Words, parse_bool, suggest
 

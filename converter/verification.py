@@ -20,13 +20,13 @@ import numpy as np
 from converter import memory, output
 from converter.copying import boxes, copy_box
 from converter.errors import CheckError, RequestError
-from converter.families import FAMILIES, MODELS
 from converter.geometry import check_architecture
 from converter.hf.repository import Repository, locate, open_repository
 from converter.layers import blocks
 from converter.mapping import Box, Geometry, Parameter, parameters
 from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, stored_arrays
 from converter.maxtext.layout import PARAMS, ROOT
+from converter.models import FAMILIES, MODELS
 from converter.progress import Meter
 from converter.reading import ReadBox, box_reader
 from converter.rules import Config, Family

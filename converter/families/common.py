@@ -1,82 +1,19 @@
-"""What families share: dimension names, MaxText's geometry words, the rules of a common decoder."""
-
-from __future__ import annotations
+"""What families share: the rules of a common decoder, and the family that most are."""
 
 from typing import Any
 
-from converter.rules import Config, Form, Op, Rule
+from converter.rules import Config, Family, Form, Op, Rule, Stack, rules
+from converter.sizes import DIMS, WORDS
 
-DIMS = {
-    "v": "vocab_size", "e": "hidden_size", "f": "intermediate_size", "q": "num_attention_heads",
-    "k": "num_key_value_heads", "d": "head_dim",
-}  # fmt: skip
-"""Dimensions of the patterns -> keys of config.json."""
-
-EXPERT_DIMS = {**DIMS, "x": "num_experts", "m": "moe_intermediate_size"}
-"""With a mixture of `x` experts of `m` hidden units each."""
-
-WORDS = {
-    "base_emb_dim": "hidden_size", "base_mlp_dim": "intermediate_size", "base_num_query_heads": "num_attention_heads",
-    "base_num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "logits_via_embedding": "tie_word_embeddings",
-}  # fmt: skip
-"""MaxText's words (configs/base.yml) -> keys of config.json that say the same."""
-
-EXPERT_WORDS = {
-    **WORDS, "base_mlp_dim": "moe_intermediate_size", "base_moe_mlp_dim": "moe_intermediate_size",
-    "num_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok",
-}  # fmt: skip
-
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """Repositories of tied models may carry the output matrix all the same."""
 
-INV_FREQ = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+_INV_FREQ = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 """A constant that older repositories store with the weights."""
-
-
-def expert_count(config: Config) -> int:
-    """transformers calls the number of experts by several names."""
-    return int(config.get("num_local_experts") or config["n_routed_experts"])
-
-
-def heads_share_width(config: Config) -> int:
-    return int(config["hidden_size"] // config["num_attention_heads"])
-
-
-def query_heads(config: Config) -> int:
-    return int(config["num_attention_heads"])
-
-
-def product(*keys: str) -> Any:
-    """A size that is the product of others; none where one of them is not there."""
-
-    def size(config: Config) -> int | None:
-        if any(key not in config for key in keys):
-            return None
-        result = 1
-        for key in keys:
-            result *= int(config[key])
-        return result
-
-    return size
-
-
-def quotient(key: str, by: str) -> Any:
-    """A size that is the quotient of two others; none where one of them is not there."""
-    return lambda config: int(config[key] // config[by]) if key in config and by in config else None
 
 
 def untied(config: Config) -> bool:
     return not config["tie_word_embeddings"]
-
-
-def rules(*table: tuple[str, str, str], prefix: str = "", source: str = "", **options: Any) -> tuple[Rule, ...]:
-    """Rules from rows of target, source and pattern; the rest is the same for all of them."""
-    return tuple(Rule(f"{prefix}{target}", f"{source}{name}", pattern, **options) for target, name, pattern in table)
-
-
-def affine(target: str, source: str, pattern: str, bias: str, name: str = "kernel") -> tuple[Rule, ...]:
-    """A matrix, or with name="scale" a norm, and its bias."""
-    return rules((f"{target}.{name}", f"{source}.weight", pattern), (f"{target}.bias", f"{source}.bias", bias))
 
 
 DECODER = (
@@ -166,3 +103,20 @@ def router(target: str, *sources: str) -> Rule:
     """What chooses the experts, under any of these names."""
     first, *others = sources or ("mlp.gate.weight",)
     return Rule(f"{target}.gate.kernel", first, "x e -> e x", forms=tuple(Form(name, "x e -> e x") for name in others))
+
+
+def family(name: str, block: str, architectures: str, model_types: str, layer: tuple[Rule, ...], **more: Any) -> Family:
+    """A family as most are: common names and rules but for its layers; `more` are fields of `Family` that differ.
+
+    Args:
+      architectures, model_types: separated by spaces.
+      layer: the rules of a decoder layer; with `slots` the places of a scanned cycle.
+    """
+    stack = Stack("decoder.layers", "model.layers.", layer, **{k: more.pop(k) for k in _OF_STACK if k in more})
+    fields: dict[str, Any] = {"dims": DIMS, "rules": DECODER, "stacks": (stack,), "words": WORDS}
+    fields |= {"ignored": (_INV_FREQ,), "equal": _TIED} | more
+    fields["defaults"] = {"tie_word_embeddings": False, **fields["defaults"]}
+    return Family(name, block, tuple(architectures.split()), tuple(model_types.split()), **fields)
+
+
+_OF_STACK = ("slots", "scanned", "remainder", "merged", "kinds")

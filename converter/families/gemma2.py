@@ -6,10 +6,8 @@ query_pre_attn_scalar**-0.5 goes into its kernel (MaxText's own script for Gemma
 converter takes head_dim**-0.5, which is the same number in every size but 27b, where it is off by 6 %).
 """
 
-from __future__ import annotations
-
 from converter.families import common
-from converter.rules import AddOne, Config, Family, Rule, Scale, Stack
+from converter.rules import AddOne, Config, Rule, Scale
 
 
 def embedding_scale(config: Config) -> float:
@@ -35,20 +33,13 @@ def _layer(kind: str, at: int) -> tuple[Rule, ...]:
     )
 
 
-GEMMA2 = Family(
-    name="gemma2",
-    decoder_block="gemma2",
-    architectures=("Gemma2ForCausalLM",),
-    model_types=("gemma2",),
+GEMMA2 = common.family(
+    "gemma2", "gemma2", "Gemma2ForCausalLM", "gemma2", (*_layer("local", 0), *_layer("global", 1)), merged=2,
     defaults={"head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "tie_word_embeddings": True},
-    dims=common.DIMS,
     rules=(
         Rule("token_embedder.embedding", "model.embed_tokens.weight", "v e -> v e", (Scale(embedding_scale),)),
         norm("decoder.decoder_norm", "model.norm"),
     ),
-    stacks=(Stack("decoder.layers", "model.layers.", (*_layer("local", 0), *_layer("global", 1)), merged=2),),
-    equal=common.TIED,
     # MaxText pads the vocabulary (configs/models/gemma2-*.yml).
     vocabulary={256000: 256128},
-    words=common.WORDS,
-)
+)  # fmt: skip

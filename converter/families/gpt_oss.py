@@ -4,10 +4,9 @@ Gate and up projection are interleaved: even rows or columns are the gate's. bfl
 [in, out]; OpenAI's own have MXFP4 blocks as [out, in].
 """
 
-from __future__ import annotations
-
+from converter import sizes
 from converter.families import common
-from converter.rules import Family, Form, Rule, Slot, Stack
+from converter.rules import Form, Rule, rules, slots
 
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
@@ -23,7 +22,7 @@ def _half(target: str, which: str) -> tuple[Rule, Rule]:
 _LAYER = (
     *common.attention("GptOssAttention"),
     *common.biases("GptOssAttention"),
-    *common.rules(
+    *rules(
         ("GptOssAttention.out.bias", "self_attn.o_proj.bias", "e -> e"),
         ("GptOssAttention.sinks", "self_attn.sinks", "q -> q"),
         ("GptOssMlp.gate.kernel", "mlp.router.weight", "x e -> e x"),
@@ -36,20 +35,11 @@ _LAYER = (
     *common.NORMS,
 )
 
-GPT_OSS = Family(
-    name="gpt-oss",
-    decoder_block="gpt_oss",
-    architectures=("GptOssForCausalLM",),
-    model_types=("gpt_oss",),
+GPT_OSS = common.family(
+    "gpt-oss", "gpt_oss", "GptOssForCausalLM", "gpt_oss", _LAYER,
+    slots=slots("layers", 2), words=sizes.EXPERT_WORDS,
     defaults={
-        "head_dim": 64,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "num_experts": common.expert_count,
+        "head_dim": 64, "num_key_value_heads": 8, "num_experts": sizes.expert_count,
         "moe_intermediate_size": lambda c: c["intermediate_size"],
     },
-    dims=common.EXPERT_DIMS,
-    rules=common.DECODER,
-    stacks=(Stack("decoder.layers", "model.layers.", _LAYER, slots=(Slot("layers_0"), Slot("layers_1"))),),
-    words=common.EXPERT_WORDS,
-)
+)  # fmt: skip

@@ -5,48 +5,24 @@ embedding rotates neighbouring pairs, every other one rotates halves, as the rep
 layers/attentions.py and layers/embeddings.py). Phi 4 is a Llama whose matrices are stored joined.
 """
 
-from __future__ import annotations
-
+from converter import sizes
 from converter.families import common
-from converter.rules import Config, Family, HalvesToPairs, Op, Rule, Scale, Stack
+from converter.rules import Config, HalvesToPairs, Op, Rule, Scale, rules
 
 
 def query_scale(config: Config) -> float:
     return float(config["head_dim"] ** -0.5)
 
 
-def _family(
-    name: str, block: str, architecture: str, model_type: str, layer: tuple[Rule, ...], rope_type: str = "default"
-) -> Family:
-    return Family(
-        name=name,
-        decoder_block=block,
-        architectures=(architecture,),
-        model_types=(model_type,),
-        defaults={
-            "head_dim": common.heads_share_width,
-            "num_key_value_heads": 8 if model_type == "mistral" else common.query_heads,
-            "tie_word_embeddings": False,
-        },
-        dims=common.DIMS,
-        rules=common.DECODER,
-        stacks=(Stack("decoder.layers", "model.layers.", (*layer, *common.NORMS)),),
-        ignored=(common.INV_FREQ,),
-        equal=common.TIED,
-        rope_type=rope_type,
-        words=common.WORDS,
-    )
-
-
 def _layer(*rotary: Op) -> tuple[Rule, ...]:
-    return (*common.attention(query=(*rotary, Scale(query_scale)), key=rotary), *common.mlp())
+    return (*common.attention(query=(*rotary, Scale(query_scale)), key=rotary), *common.mlp(), *common.NORMS)
 
 
 _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 
 _JOINED = (
     Rule("self_attention.query.kernel", _QKV, "(<q d> | k d | k d) e -> e q d", (Scale(query_scale),)),
-    *common.rules(
+    *rules(
         ("self_attention.key.kernel", _QKV, "(q d | <k d> | k d) e -> e k d"),
         ("self_attention.value.kernel", _QKV, "(q d | k d | <k d>) e -> e k d"),
         ("self_attention.out.kernel", "self_attn.o_proj.weight", "e (q d) -> q d e"),
@@ -54,11 +30,15 @@ _JOINED = (
         ("mlp.wi_1.kernel", _GATE_UP, "(1/2 f) e -> e f"),
         ("mlp.wo.kernel", "mlp.down_proj.weight", "e f -> f e"),
     ),
+    *common.NORMS,
 )
 
-_PAIRS = HalvesToPairs("d")
+_ROTATED = _layer(HalvesToPairs("d"))
+_SIZES = {"head_dim": sizes.heads_share_width, "num_key_value_heads": sizes.query_heads}
+_GROUPED = {**_SIZES, "num_key_value_heads": 8}
+_LLAMA = "LlamaForCausalLM"
 
-LLAMA2 = _family("llama2", "llama2", "LlamaForCausalLM", "llama", _layer())
-LLAMA31 = _family("llama3.1", "llama2", "LlamaForCausalLM", "llama", _layer(_PAIRS), rope_type="llama3.1")
-MISTRAL = _family("mistral", "mistral", "MistralForCausalLM", "mistral", _layer())
-PHI4 = _family("phi4", "llama2", "Phi3ForCausalLM", "phi3", _JOINED)
+LLAMA2 = common.family("llama2", "llama2", _LLAMA, "llama", _layer(), defaults=_SIZES)
+LLAMA31 = common.family("llama3.1", "llama2", _LLAMA, "llama", _ROTATED, defaults=_SIZES, rope_type="llama3.1")
+MISTRAL = common.family("mistral", "mistral", "MistralForCausalLM", "mistral", _layer(), defaults=_GROUPED)
+PHI4 = common.family("phi4", "llama2", "Phi3ForCausalLM", "phi3", _JOINED, defaults=_SIZES)

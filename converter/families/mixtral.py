@@ -1,10 +1,9 @@
 """Mixtral. Its query is scaled in the kernel, as Llama's is (llama.py)."""
 
-from __future__ import annotations
-
+from converter import sizes
 from converter.families import common
 from converter.families.llama import query_scale
-from converter.rules import Family, Scale, Stack
+from converter.rules import Scale
 
 _LAYER = (
     *common.attention(query=(Scale(query_scale),)),
@@ -13,22 +12,10 @@ _LAYER = (
     *common.NORMS,
 )
 
-MIXTRAL = Family(
-    name="mixtral",
-    decoder_block="mixtral",
-    architectures=("MixtralForCausalLM",),
-    model_types=("mixtral",),
+MIXTRAL = common.family(
+    "mixtral", "mixtral", "MixtralForCausalLM", "mixtral", _LAYER, words=sizes.EXPERT_WORDS,
     defaults={
-        "head_dim": common.heads_share_width,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "num_local_experts": 8,
-        "num_experts": common.expert_count,
-        "moe_intermediate_size": lambda c: c["intermediate_size"],
+        "head_dim": sizes.heads_share_width, "num_key_value_heads": 8, "num_local_experts": 8,
+        "num_experts": sizes.expert_count, "moe_intermediate_size": lambda c: c["intermediate_size"],
     },
-    dims=common.EXPERT_DIMS,
-    rules=common.DECODER,
-    stacks=(Stack("decoder.layers", "model.layers.", _LAYER),),
-    ignored=(common.INV_FREQ,),
-    words=common.EXPERT_WORDS,
-)
+)  # fmt: skip

@@ -1,12 +1,10 @@
 """Qwen 2.5 and Qwen 3, dense and with experts. MaxText scales their queries itself (models/qwen2.py, qwen3.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
+from converter import sizes
 from converter.families import common
-from converter.rules import Family, Rule, Stack
 
 DENSE_LAYER = (*common.attention(), *common.QK_NORMS, *common.mlp(), *common.NORMS)
 MOE_LAYER = (
@@ -14,30 +12,13 @@ MOE_LAYER = (
 )  # fmt: skip
 _BIASED_LAYER = (*common.attention(), *common.biases(), *common.mlp(), *common.NORMS)
 
-DENSE_DEFAULTS: Mapping[str, Any] = {"head_dim": 128, "num_key_value_heads": 32, "tie_word_embeddings": False}
-MOE_DEFAULTS: Mapping[str, Any] = {**DENSE_DEFAULTS, "num_key_value_heads": 4, "num_experts": common.expert_count}
+DENSE_DEFAULTS: Mapping[str, Any] = {"head_dim": 128, "num_key_value_heads": 32}
+MOE_DEFAULTS: Mapping[str, Any] = {"head_dim": 128, "num_key_value_heads": 4, "num_experts": sizes.expert_count}
+_QWEN2_DEFAULTS = {**DENSE_DEFAULTS, "head_dim": sizes.heads_share_width}
 
-
-def _family(name: str, block: str, architecture: str, layer: tuple[Rule, ...], **more: Any) -> Family:
-    settings: dict[str, Any] = {"defaults": DENSE_DEFAULTS, "dims": common.DIMS, "words": common.WORDS}
-    return Family(
-        name=name,
-        decoder_block=block,
-        architectures=(f"{architecture}ForCausalLM",),
-        model_types=(block,),
-        rules=common.DECODER,
-        stacks=(Stack("decoder.layers", "model.layers.", layer),),
-        ignored=(common.INV_FREQ,),
-        equal=common.TIED,
-        **(settings | more),
-    )
-
-
-QWEN25 = _family(
-    "qwen2.5", "qwen2", "Qwen2", _BIASED_LAYER, defaults={**DENSE_DEFAULTS, "head_dim": common.heads_share_width}
-)
-QWEN3 = _family("qwen3", "qwen3", "Qwen3", DENSE_LAYER)
-QWEN3_MOE = _family(
-    "qwen3-moe", "qwen3_moe", "Qwen3Moe", MOE_LAYER,
-    defaults=MOE_DEFAULTS, dims=common.EXPERT_DIMS, words=common.EXPERT_WORDS,
+QWEN25 = common.family("qwen2.5", "qwen2", "Qwen2ForCausalLM", "qwen2", _BIASED_LAYER, defaults=_QWEN2_DEFAULTS)
+QWEN3 = common.family("qwen3", "qwen3", "Qwen3ForCausalLM", "qwen3", DENSE_LAYER, defaults=DENSE_DEFAULTS)
+QWEN3_MOE = common.family(
+    "qwen3-moe", "qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe", MOE_LAYER,
+    defaults=MOE_DEFAULTS, words=sizes.EXPERT_WORDS,
 )  # fmt: skip

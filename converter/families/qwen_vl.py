@@ -3,40 +3,30 @@
 Only Omni's thinker has a place in MaxText; what speaks is left out.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
+from converter import sizes
 from converter.families import common
 from converter.families.qwen import DENSE_DEFAULTS, DENSE_LAYER, MOE_DEFAULTS, MOE_LAYER
-from converter.families.qwen_vision import vision_defaults, vision_dims, vision_tower
-from converter.rules import Family, Rule, Stack
+from converter.families.qwen_vision import VISION_PREFIXES, vision_defaults, vision_dims, vision_tower
+from converter.rules import Family, Rule, Stack, affine
 
 
-def _vl(name: str, block: str, architecture: str, layer: tuple[Rule, ...], **settings: Any) -> Family:
-    return Family(
-        name=name,
-        decoder_block=block,
-        architectures=(architecture,),
-        model_types=(block.replace("qwen3", "qwen3_vl"),),
-        rules=common.DECODER,
-        stacks=(Stack("decoder.layers", "model.layers.", layer),),
-        text="text_config",
-        tower=vision_tower("Qwen3VL", deepstack="deepstack_merger_list"),
-        prefixes={"model.visual.": ("model.visual.", "visual."), "model.": ("model.language_model.", "model.")},
-        beside=(r"(model\.)?visual\..*",),
-        equal=common.TIED,
-        **settings,
-    )
+def _vl(name: str, block: str, architecture: str, layer: tuple[Rule, ...], **more: Any) -> Family:
+    return common.family(
+        name, block, architecture, block.replace("qwen3", "qwen3_vl"), layer, text="text_config", dims=vision_dims(),
+        tower=vision_tower("Qwen3VL", deepstack="deepstack_merger_list"), prefixes=VISION_PREFIXES,
+        beside=(r"(model\.)?visual\..*",), **more,
+    )  # fmt: skip
 
 
 QWEN3_VL = _vl(
     "qwen3-vl", "qwen3", "Qwen3VLForConditionalGeneration", DENSE_LAYER,
-    defaults={**DENSE_DEFAULTS, **vision_defaults()}, dims={**common.DIMS, **vision_dims()}, words=common.WORDS,
+    defaults={**DENSE_DEFAULTS, **vision_defaults()},
 )  # fmt: skip
 QWEN3_VL_MOE = _vl(
-    "qwen3-vl-moe", "qwen3_moe", "Qwen3VLMoeForConditionalGeneration", MOE_LAYER, words=common.EXPERT_WORDS,
-    defaults={**MOE_DEFAULTS, **vision_defaults()}, dims={**common.EXPERT_DIMS, **vision_dims()},
+    "qwen3-vl-moe", "qwen3_moe", "Qwen3VLMoeForConditionalGeneration", MOE_LAYER, words=sizes.EXPERT_WORDS,
+    defaults={**MOE_DEFAULTS, **vision_defaults()},
 )  # fmt: skip
 
 _VISION, _EAR = "thinker_config.vision_config.", "thinker_config.audio_config."
@@ -44,26 +34,26 @@ _AUDIO, _PROJECTOR = "audio_encoder.Qwen3OmniAudioEncoder_0", "audio_encoder.Qwe
 _SOURCE = "thinker.audio_tower."
 
 _AUDIO_RULES = (
-    *common.affine(f"{_AUDIO}.conv2d1", f"{_SOURCE}conv2d1", "ac 1 3 3 -> 3 3 1 ac", "ac -> ac"),
-    *common.affine(f"{_AUDIO}.conv2d2", f"{_SOURCE}conv2d2", "ac ab 3 3 -> 3 3 ab ac", "ac -> ac"),
-    *common.affine(f"{_AUDIO}.conv2d3", f"{_SOURCE}conv2d3", "ac ab 3 3 -> 3 3 ab ac", "ac -> ac"),
-    Rule(f"{_AUDIO}.conv_out.kernel", f"{_SOURCE}conv_out.weight", "ae ai -> ai ae"),
-    *common.affine(f"{_AUDIO}.layernorm_post", f"{_SOURCE}ln_post", "ae -> ae", "ae -> ae", "scale"),
-    *common.affine(f"{_PROJECTOR}.proj1", f"{_SOURCE}proj1", "ap ae -> ae ap", "ap -> ap"),
-    *common.affine(f"{_PROJECTOR}.proj2", f"{_SOURCE}proj2", "ao ae -> ae ao", "ao -> ao"),
+    *affine(f"{_AUDIO}.conv2d1", f"{_SOURCE}conv2d1", "ac 1 3 3 -> 3 3 1 ac", "ac -> ac"),
+    *affine(f"{_AUDIO}.conv2d2", f"{_SOURCE}conv2d2", "ac ab 3 3 -> 3 3 ab ac", "ac -> ac"),
+    *affine(f"{_AUDIO}.conv2d3", f"{_SOURCE}conv2d3", "ac ab 3 3 -> 3 3 ab ac", "ac -> ac"),
+    Rule(f"{_AUDIO}.conv_out.kernel", f"{_SOURCE}conv_out.weight", "ae ac*ai -> ac*ai ae"),
+    *affine(f"{_AUDIO}.layernorm_post", f"{_SOURCE}ln_post", "ae -> ae", "ae -> ae", "scale"),
+    *affine(f"{_PROJECTOR}.proj1", f"{_SOURCE}proj1", "ap ae -> ae ap", "ap -> ap"),
+    *affine(f"{_PROJECTOR}.proj2", f"{_SOURCE}proj2", "ao ae -> ae ao", "ao -> ao"),
 )
 
-_HEADS, _HEAD = "self_attention_audio", ("(ah ad) ae -> ae ah ad", "(ah ad) -> ah ad")
+_HEADS, _HEAD = "self_attention_audio", ("(ah ae/ah) ae -> ae ah ae/ah", "(ah ae/ah) -> ah ae/ah")
 
 _AUDIO_LAYER = (
-    *common.affine("input_layer_norm", "self_attn_layer_norm", "ae -> ae", "ae -> ae", "scale"),
-    *common.affine("post_attention_layer_norm", "final_layer_norm", "ae -> ae", "ae -> ae", "scale"),
-    *common.affine(f"{_HEADS}.query", "self_attn.q_proj", *_HEAD),
-    *common.affine(f"{_HEADS}.key", "self_attn.k_proj", *_HEAD),
-    *common.affine(f"{_HEADS}.value", "self_attn.v_proj", *_HEAD),
-    *common.affine(f"{_HEADS}.out", "self_attn.out_proj", "ae (ah ad) -> ah ad ae", "ae -> ae"),
-    *common.affine("AudioMLP.wi", "fc1", "af ae -> ae af", "af -> af"),
-    *common.affine("AudioMLP.wo", "fc2", "ae af -> af ae", "ae -> ae"),
+    *affine("input_layer_norm", "self_attn_layer_norm", "ae -> ae", "ae -> ae", "scale"),
+    *affine("post_attention_layer_norm", "final_layer_norm", "ae -> ae", "ae -> ae", "scale"),
+    *affine(f"{_HEADS}.query", "self_attn.q_proj", *_HEAD),
+    *affine(f"{_HEADS}.key", "self_attn.k_proj", *_HEAD),
+    *affine(f"{_HEADS}.value", "self_attn.v_proj", *_HEAD),
+    *affine(f"{_HEADS}.out", "self_attn.out_proj", "ae (ah ae/ah) -> ah ae/ah ae", "ae -> ae"),
+    *affine("AudioMLP.wi", "fc1", "af ae -> ae af", "af -> af"),
+    *affine("AudioMLP.wo", "fc2", "ae af -> af ae", "ae -> ae"),
 )
 
 
@@ -74,25 +64,18 @@ def _convolved(bins: int) -> int:
     return bins
 
 
-QWEN3_OMNI = Family(
-    name="qwen3-omni",
-    decoder_block="qwen3_moe",
-    architectures=("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
-    model_types=("qwen3_omni_moe",),
+QWEN3_OMNI = common.family(
+    "qwen3-omni", "qwen3_moe",
+    "Qwen3OmniMoeForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe", MOE_LAYER,
     defaults={
         **MOE_DEFAULTS, **vision_defaults(_VISION),
-        f"{_EAR}head_dim": common.quotient(f"{_EAR}d_model", f"{_EAR}encoder_attention_heads"),
         f"{_EAR}bins": lambda c: _convolved(c[f"{_EAR}num_mel_bins"]) if f"{_EAR}num_mel_bins" in c else None,
-        f"{_EAR}convolved_size": common.product(f"{_EAR}downsample_hidden_size", f"{_EAR}bins"),
     },
     dims={
-        **common.EXPERT_DIMS, **vision_dims(_VISION), "ae": f"{_EAR}d_model", "ap": f"{_EAR}d_model",
-        "ac": f"{_EAR}downsample_hidden_size", "ab": f"{_EAR}downsample_hidden_size", "ai": f"{_EAR}convolved_size",
-        "ao": f"{_EAR}output_dim", "ah": f"{_EAR}encoder_attention_heads", "ad": f"{_EAR}head_dim",
-        "af": f"{_EAR}encoder_ffn_dim",
+        **vision_dims(_VISION), "ae": f"{_EAR}d_model", "ap": f"{_EAR}d_model", "ac": f"{_EAR}downsample_hidden_size",
+        "ab": f"{_EAR}downsample_hidden_size", "ai": f"{_EAR}bins", "ao": f"{_EAR}output_dim",
+        "ah": f"{_EAR}encoder_attention_heads", "af": f"{_EAR}encoder_ffn_dim",
     },
-    rules=common.DECODER,
-    stacks=(Stack("decoder.layers", "model.layers.", MOE_LAYER),),
     text="thinker_config.text_config",
     tower=vision_tower(
         "Qwen3OmniMoe", prefix=_VISION, source="thinker.visual.", deepstack="merger_list", rules=_AUDIO_RULES,
@@ -104,5 +87,5 @@ QWEN3_OMNI = Family(
     prefixes={"model.": ("thinker.model.",), "lm_head.": ("thinker.lm_head.",)},
     ignored=(r"(talker|code2wav)\..*",),
     beside=(r"thinker\.(visual|audio_tower)\..*",),
-    words=common.EXPERT_WORDS,
+    words=sizes.EXPERT_WORDS,
 )  # fmt: skip
