@@ -392,6 +392,16 @@ def stored_shapes(
     return shapes
 
 
+def integer_tensors(family: Family, config: Mapping[str, Any]) -> set[str]:
+    """Of the tensors that `stored_shapes` names those that hold integers, in repositories as int64."""
+    layers = int(config[family.stacks[0].layers])
+    return {
+        placed.source(0 if placed.layers is None else int(placed.layers), placed.rule.source)
+        for placed in _placed(family, Geometry(config, 1, layers), scan=False)
+        if placed.rule.dtype and np.dtype(placed.rule.dtype).kind == "i"
+    }
+
+
 def _form(placed: _Placed, layer: int, sizes: _Sizes, name: Namer, tensors: Mapping[str, StoredTensor] | None) -> Form:
     """In which of a rule's forms the repository has it."""
     rule = placed.rule

@@ -26,12 +26,13 @@ _PUBLISHED: dict[str, Any] = tomllib.loads(files("converter").joinpath("models.t
 
 def _named(family: Family) -> Family:
     """A family with the names it answers to."""
+    published = _PUBLISHED[family.name]
     models = {
-        name: Model(config=size["geometry"], **published)
-        for size in _PUBLISHED[family.name]["sizes"]
-        for name, published in size["names"].items()
+        name: Model(config=size["geometry"], **its)
+        for size in published["sizes"]
+        for name, its in size["names"].items()
     }
-    return replace(family, models=models)
+    return replace(family, models=models, checked=tuple(published["checked"]))
 
 
 _TABLES = (

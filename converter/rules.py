@@ -220,6 +220,7 @@ class Family:
       unscannable: why this model's layers cannot be scanned, or "".
       words: MaxText's word for a geometry fact -> the key of config.json that must agree with it.
       models: the names this family answers to.
+      checked: which of its scanned, unscanned and multimodal conversions are known to equal MaxText's own.
     """
 
     name: str
@@ -242,6 +243,7 @@ class Family:
     rope_type: str = "default"
     unscannable: str = ""
     models: Mapping[str, Model] = field(default_factory=dict)
+    checked: tuple[str, ...] = ()
 
     @property
     def merged(self) -> int:
