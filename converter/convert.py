@@ -99,7 +99,6 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
 def make_planned(request: Request, repository: Repository) -> _Planned:
     """The plan of a request for an opened repository."""
     geometry = make_geometry(request, repository.config)
-    check_tensors(request.family, geometry, repository)
     made = parameters(
         request.family,
         geometry,
@@ -108,6 +107,7 @@ def make_planned(request: Request, repository: Repository) -> _Planned:
         scan=request.scan,
         scan_axis=request.scan_axis,
     )
+    check_tensors(request.family, geometry, repository)
     storage = Storage(request.ocdbt, request.zarr3, request.compression, request.chunk_bytes)
     plan = make_plan(made, repository.positions(), devices=request.devices, scan=request.scan, storage=storage)
     budget = request.memory_budget or default_budget(plan, request.threads, memory.limit())
