@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from absl import logging as absl_logging
 
-from converter import __version__
+from converter import __version__, memory
 from converter.errors import ConverterError, RequestError, Terminated
 from converter.words import OPTIONS, suggest
 
@@ -69,6 +69,7 @@ def to_maxtext(argv: list[str]) -> int:
     def run() -> int:
         # Imports make very many objects and no garbage: looking for it meanwhile and at the end takes 0.2 s.
         gc.disable()
+        memory.use_one_heap()
         from converter.run import run_conversion
 
         gc.freeze()

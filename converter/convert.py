@@ -148,7 +148,6 @@ def _already_there(request: Request, fingerprint: str) -> bool:
 
 def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memory.Monitor, phases: Phases) -> None:
     plan, repository = planned.plan, planned.repository
-    memory.use_few_arenas()
     devices.start(request.devices)
     if plan.largest_chunk >= memory.LARGE_CHUNK_BYTES:
         memory.return_large_blocks()

@@ -30,7 +30,7 @@ _STORED_FRACTION = 0.8
 _MARGIN = 0.95
 """Of the promise may be predicted, since a prediction is not exact."""
 
-_KEPT_BATCHES = 3.5
+_KEPT_BATCHES = 4.5
 """Batches' worth of memory that stays with the process where small chunks come and go."""
 
 _BUSY_BYTES = 96 << 20
@@ -131,10 +131,11 @@ def _batch(budget: int) -> int:
 
 
 def _peak(size: int, count: int, chunk: int, threads: int) -> int:
-    """Bytes for a group: its chunks, the compressed form of those at work, and two batches being committed."""
-    busy = min(count, threads) * chunk
-    batches = 2 if chunk >= LARGE_CHUNK_BYTES else _KEPT_BATCHES
-    return int(size + max(busy, _STORED_FRACTION * busy + batches * _batch(size)))
+    """Bytes for the groups in memory: chunks, the compressed form of those at work, and what is being committed."""
+    stored = _STORED_FRACTION * chunk
+    # Of large chunks one batch at a time is in memory, which ends with the chunk that made it too large.
+    committing = _batch(size) + stored if chunk >= LARGE_CHUNK_BYTES else _KEPT_BATCHES * _batch(size)
+    return int(size + min(count, threads) * stored + committing)
 
 
 def make_schedule(plan: Plan, budget: int | None, threads: int, memory_limit: int) -> Schedule:

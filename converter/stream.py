@@ -83,18 +83,16 @@ class Writer:
 
         The pool works in the order of submission: a thread takes what is to be stored first, else what is to be filled.
         """
-        # Small chunks are made in the same blocks of memory again and again: giving it back and taking it anew costs a
-        # page fault for every 4 KiB. Large ones are given back as soon as they are compressed.
-        blocks: list[np.ndarray | None] = [None] * self.schedule.at_once
-        if self.schedule.plan.largest_chunk < memory.LARGE_CHUNK_BYTES:
-            blocks = [np.empty(self.schedule.largest_group, np.uint8) for _ in blocks]
+        # The same blocks of memory again and again: giving them back and taking them anew costs a page fault each time,
+        # in which the kernel, and perhaps a hypervisor below it, finds and clears another page.
+        blocks = [np.empty(self.schedule.largest_group, np.uint8) for _ in range(self.schedule.at_once)]
         storing: deque[list[Future[None]]] = deque()
         for number, group in enumerate(self.schedule.groups):
             if len(storing) == self.schedule.at_once:
                 _finish(storing.popleft())
             buffers = _buffers(group, blocks[number % len(blocks)])
             self._fill(pool, group, buffers, backwards=bool(number % 2))
-            workers = max(1, self.schedule.threads // len(group))
+            workers = max(1, self.schedule.threads // (len(group) * len(blocks)))
             storing.append(
                 [
                     pool.submit(self._store, chunk, buffers, workers, stores[chunk.array.name], batches)
@@ -160,7 +158,7 @@ class _Batches:
 
     def __init__(self, schedule: Schedule) -> None:
         self._limit = schedule.batch
-        self._release = schedule.plan.largest_chunk >= memory.LARGE_CHUNK_BYTES
+        self._one = schedule.plan.largest_chunk >= memory.LARGE_CHUNK_BYTES
         self._lock = threading.Lock()
         self._transaction = ts.Transaction()
         self._size = 0
@@ -168,6 +166,8 @@ class _Batches:
 
     def write(self, store: ts.KvStore, key: str, value: bytes) -> None:
         with self._lock:
+            if self._one:
+                self.wait()
             store.with_transaction(self._transaction).write(key, value).result()
             self._size += len(value)
             if self._size >= self._limit:
@@ -178,8 +178,6 @@ class _Batches:
         if self._committing is not None:
             self._committing.result()
             self._committing = None
-            if self._release:
-                memory.release()
 
     def finish(self) -> None:
         with self._lock:
@@ -200,17 +198,14 @@ class _Batches:
         self._transaction, self._size = ts.Transaction(), 0
 
 
-def _buffers(group: tuple[Chunk, ...], block: np.ndarray | None) -> dict[Chunk, np.ndarray]:
-    """An array for each chunk of a group, in `block` where there is one."""
+def _buffers(group: tuple[Chunk, ...], block: np.ndarray) -> dict[Chunk, np.ndarray]:
+    """An array for each chunk of a group, in a block of memory."""
     buffers = {}
     start = 0
     for chunk in group:
         array = chunk.array
-        if block is None:
-            buffers[chunk] = np.empty(array.chunk_shape, array.dtype)
-        else:
-            buffers[chunk] = block[start : start + chunk.nbytes].view(array.dtype).reshape(array.chunk_shape)
-            start += aligned(chunk.nbytes)
+        buffers[chunk] = block[start : start + chunk.nbytes].view(array.dtype).reshape(array.chunk_shape)
+        start += aligned(chunk.nbytes)
         if array.padded:
             # Where no piece reaches: rows that MaxText's vocabulary has beyond the repository's.
             buffers[chunk][...] = 0
