@@ -149,7 +149,7 @@ def _already_there(request: Request, fingerprint: str) -> bool:
 def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memory.Monitor, phases: Phases) -> None:
     plan, repository = planned.plan, planned.repository
     devices.start(request.devices)
-    if plan.largest_chunk >= memory.LARGE_CHUNK_BYTES:
+    if planned.schedule.returns_memory:
         memory.return_large_blocks()
     digests = report.Digests()
     stop = threading.Event()

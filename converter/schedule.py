@@ -30,8 +30,11 @@ _STORED_FRACTION = 0.8
 _MARGIN = 0.95
 """Of the promise may be predicted, since a prediction is not exact."""
 
-_KEPT_BATCHES = 4.5
-"""Batches' worth of memory that stays with the process where small chunks come and go."""
+_KEPT_BATCHES, _RETURNED_BATCHES = 4.5, 3.5
+"""Batches' worth of memory that stays with the process where small chunks come and go: kept for speed, or returned."""
+
+_SMALL_BUDGET = 64 << 20
+"""With less in memory, saving memory counts for more than speed."""
 
 _BUSY_BYTES = 96 << 20
 """Of chunks in memory keep the threads busy."""
@@ -81,6 +84,11 @@ class Schedule:
                 size += chunk.nbytes
         if group:
             yield tuple(group)
+
+    @property
+    def returns_memory(self) -> bool:
+        """Whether the compressed forms of chunks are given back to the system each time."""
+        return self.plan.largest_chunk >= LARGE_CHUNK_BYTES or self.budget < _SMALL_BUDGET
 
     @property
     def largest_group(self) -> int:
@@ -134,7 +142,10 @@ def _peak(size: int, count: int, chunk: int, threads: int) -> int:
     """Bytes for the groups in memory: chunks, the compressed form of those at work, and what is being committed."""
     stored = _STORED_FRACTION * chunk
     # Of large chunks one batch at a time is in memory, which ends with the chunk that made it too large.
-    committing = _batch(size) + stored if chunk >= LARGE_CHUNK_BYTES else _KEPT_BATCHES * _batch(size)
+    if chunk >= LARGE_CHUNK_BYTES:
+        committing = _batch(size) + stored
+    else:
+        committing = (_RETURNED_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size)
     return int(size + min(count, threads) * stored + committing)
 
 

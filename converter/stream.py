@@ -92,7 +92,8 @@ class Writer:
                 _finish(storing.popleft())
             buffers = _buffers(group, blocks[number % len(blocks)])
             self._fill(pool, group, buffers, backwards=bool(number % 2))
-            workers = max(1, self.schedule.threads // (len(group) * len(blocks)))
+            # zstd's own threads need memory for what each works on; with two groups there is other work to do.
+            workers = max(1, self.schedule.threads // len(group)) if self.schedule.at_once == 1 else 1
             storing.append(
                 [
                     pool.submit(self._store, chunk, buffers, workers, stores[chunk.array.name], batches)

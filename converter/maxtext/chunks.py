@@ -21,7 +21,7 @@ import numpy as np
 from zstandard import ZstdCompressor
 
 _compressors = threading.local()
-"""Each thread's compressors by (level, workers): making one takes a page fault for every 4 KiB of its tables."""
+"""Each thread's compressors by level: making one takes a page fault for every 4 KiB of its tables."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,13 @@ class ChunkFormat:
 
 
 def _compressor(level: int, workers: int) -> ZstdCompressor:
-    key = f"{level}/{workers}"
+    if workers > 1:
+        # Its threads' buffers are large: not to be kept.
+        return ZstdCompressor(level=level, threads=workers)
+    key = str(level)
     found: ZstdCompressor | None = getattr(_compressors, key, None)
     if found is None:
-        found = ZstdCompressor(level=level, threads=workers if workers > 1 else 0)
+        found = ZstdCompressor(level=level)
         setattr(_compressors, key, found)
     return found
 
