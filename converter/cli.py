@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 from absl import logging as absl_logging
 
-from converter import __version__
+from converter import __version__, memory
 from converter.errors import ConverterError, RequestError, Terminated
 from converter.words import OPTIONS, suggest
 
@@ -66,8 +67,13 @@ def to_maxtext(argv: list[str]) -> int:
         return 0
 
     def run() -> int:
+        # Imports make very many objects and no garbage: looking for it meanwhile and at the end takes 0.2 s.
+        gc.disable()
+        memory.use_one_heap()
         from converter.run import run_conversion
 
+        gc.freeze()
+        gc.enable()
         signal.signal(signal.SIGTERM, _terminate)
         return run_conversion(argv)
 
@@ -158,6 +164,8 @@ def _guarded(run: Callable[[], int]) -> int:
     log.handlers = [logging.StreamHandler(sys.stderr)]
     # Orbax logs every failure in each of its threads, with a traceback; ours is the one line the user gets.
     absl_logging.get_absl_logger().disabled = True
+    # numpy's BLAS would start threads that spin for a while; nothing here multiplies matrices.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         return run()
     except ConverterError as error:

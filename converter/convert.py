@@ -24,7 +24,7 @@ from converter.plan import Plan, make_plan
 from converter.progress import Meter, Phases
 from converter.reading import box_reader
 from converter.request import Request
-from converter.schedule import Schedule, default_budget
+from converter.schedule import Schedule, make_schedule
 from converter.show import show_plan
 from converter.stream import Writer
 
@@ -110,11 +110,11 @@ def make_planned(request: Request, repository: Repository) -> _Planned:
     check_tensors(request.family, geometry, repository)
     storage = Storage(request.ocdbt, request.zarr3, request.compression, request.chunk_bytes)
     plan = make_plan(made, repository.positions(), devices=request.devices, scan=request.scan, storage=storage)
-    budget = request.memory_budget or default_budget(plan, request.threads, memory.limit())
-    if budget < plan.largest_chunk:
+    budget = request.memory_budget
+    if budget is not None and budget < plan.largest_chunk:
         log.warning("memory_budget=%d is below the largest chunk: raised to its %d bytes", budget, plan.largest_chunk)
         budget = plan.largest_chunk
-    return _Planned(repository, geometry, plan, Schedule(plan, budget, request.threads))
+    return _Planned(repository, geometry, plan, make_schedule(plan, budget, request.threads, memory.limit()))
 
 
 def expected_stored(plan: Plan) -> int:
@@ -148,9 +148,8 @@ def _already_there(request: Request, fingerprint: str) -> bool:
 
 def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memory.Monitor, phases: Phases) -> None:
     plan, repository = planned.plan, planned.repository
-    memory.use_few_arenas()
     devices.start(request.devices)
-    if plan.largest_chunk >= memory.LARGE_CHUNK_BYTES:
+    if planned.schedule.returns_memory:
         memory.return_large_blocks()
     digests = report.Digests()
     stop = threading.Event()

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import psutil
 
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """mallopt(3)."""
 
 _LARGE_BLOCK_BYTES = 1 << 20
+
+_KEPT_BYTES = 1 << 30
 
 LARGE_CHUNK_BYTES = 32 << 20
 """Chunks from this size on are worth giving memory back for as soon as it is free."""
@@ -32,28 +34,24 @@ def limit() -> int:
     return total
 
 
-def use_few_arenas() -> None:
-    """Make glibc's heaps few: it gives each thread one of its own, and each keeps what was freed in it."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 2)
+def use_one_heap() -> None:
+    """Make glibc use one heap for all threads and keep what was freed in it; to be called before threads start.
 
-
-def return_large_blocks() -> None:
-    """Make glibc return large blocks to the system when they are freed, whatever was freed before.
-
-    By default it raises the size from which it does so to 32 MiB as such blocks come and go, and keeps them.
+    It gives each thread a heap of its own, whose memory the others cannot use, and gives memory at a heap's end back
+    to the system again and again, which costs a page fault for every 4 KiB when it is needed the next time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, LARGE_CHUNK_BYTES)
+
+
+def return_large_blocks() -> None:
+    """Make glibc return large blocks to the system when they are freed: among them, the heap would leave gaps."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-
-
-def release() -> None:
-    """Give freed memory back to the system: glibc keeps what lies below a live block of its heap."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,14 @@ _STORED_FRACTION = 0.8
 _MARGIN = 0.95
 """Of the promise may be predicted, since a prediction is not exact."""
 
-_KEPT_BATCHES = 3.5
-"""Batches' worth of memory that stays with the process where small chunks come and go."""
+_KEPT_BATCHES, _RETURNED_BATCHES = 4.5, 3.5
+"""Batches' worth of memory that stays with the process where small chunks come and go: kept for speed, or returned."""
+
+_SMALL_BUDGET = 64 << 20
+"""With less in memory, saving memory counts for more than speed."""
 
 _BUSY_BYTES = 96 << 20
-"""Of chunks in a group keep the threads busy."""
+"""Of chunks in memory keep the threads busy."""
 
 PROMISED_BYTES = 400_000_000
 PROMISED_CHUNKS = 2.5
@@ -46,13 +49,20 @@ class Schedule:
     """A plan's chunks in groups.
 
     Attributes:
-      budget: bytes of uncompressed chunks in a group; one chunk at least.
+      budget: bytes of uncompressed chunks in memory; one chunk at least.
       threads: how many threads fill, compress and write.
+      at_once: groups in memory: with two, the next one is filled while the last one is compressed.
     """
 
     plan: Plan
     budget: int
     threads: int
+    at_once: int
+
+    @property
+    def group_budget(self) -> int:
+        """Bytes of chunks in a group."""
+        return self.budget // self.at_once
 
     @cached_property
     def groups(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -62,18 +72,23 @@ class Schedule:
         group: list[Chunk] = []
         size = 0
         for array in self.plan.arrays:
-            if group and array.strided and size + array.nbytes > self.budget:
+            if group and array.strided and size + array.nbytes > self.group_budget:
                 # An array that began in what is left of a group would be walked once more.
                 yield tuple(group)
                 group, size = [], 0
             for chunk in array.chunks():
-                if group and size + chunk.nbytes > self.budget:
+                if group and size + chunk.nbytes > self.group_budget:
                     yield tuple(group)
                     group, size = [], 0
                 group.append(chunk)
                 size += chunk.nbytes
         if group:
             yield tuple(group)
+
+    @property
+    def returns_memory(self) -> bool:
+        """Whether the compressed forms of chunks are given back to the system each time."""
+        return self.plan.largest_chunk >= LARGE_CHUNK_BYTES or self.budget < _SMALL_BUDGET
 
     @property
     def largest_group(self) -> int:
@@ -88,9 +103,10 @@ class Schedule:
     @property
     def peak_memory(self) -> int:
         """Predicted peak of anonymous memory, bytes."""
-        chunks = max(self.groups, key=lambda group: sum(chunk.nbytes for chunk in group), default=())
-        size = sum(chunk.nbytes for chunk in chunks)
-        return _process(self.plan.devices) + _peak(size, len(chunks), self.plan.largest_chunk, self.threads)
+        at_once = [self.groups[i : i + self.at_once] for i in range(max(1, len(self.groups) - self.at_once + 1))]
+        size = max(sum(chunk.nbytes for group in groups for chunk in group) for groups in at_once)
+        count = max(sum(len(group) for group in groups) for groups in at_once)
+        return _process(self.plan.devices) + _peak(size, count, self.plan.largest_chunk, self.threads)
 
     def rereads(self, memory_limit: int) -> bool:
         """Whether the page cache is too small for the sources that a pass over them leaves for the next pass.
@@ -105,7 +121,7 @@ class Schedule:
         """How often the array's sources are walked."""
         if not array.strided:
             return 1
-        return math.ceil(math.prod(array.grid) / max(1, self.budget // array.chunk_nbytes))
+        return math.ceil(math.prod(array.grid) / max(1, self.group_budget // array.chunk_nbytes))
 
 
 def aligned(size: int) -> int:
@@ -123,27 +139,40 @@ def _batch(budget: int) -> int:
 
 
 def _peak(size: int, count: int, chunk: int, threads: int) -> int:
-    """Bytes for a group: its chunks, the compressed form of those at work, and two batches being committed."""
-    busy = min(count, threads) * chunk
-    batches = 2 if chunk >= LARGE_CHUNK_BYTES else _KEPT_BATCHES
-    return int(size + max(busy, _STORED_FRACTION * busy + batches * _batch(size)))
+    """Bytes for the groups in memory: chunks, the compressed form of those at work, and what is being committed."""
+    stored = _STORED_FRACTION * chunk
+    # Of large chunks one batch at a time is in memory, which ends with the chunk that made it too large.
+    if chunk >= LARGE_CHUNK_BYTES:
+        committing = _batch(size) + stored
+    else:
+        committing = (_RETURNED_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size)
+    return int(size + min(count, threads) * stored + committing)
 
 
-def default_budget(plan: Plan, threads: int, memory_limit: int) -> int:
-    """Bytes of chunks in a group: what the promise on memory allows and no more than a quarter of the machine.
+def make_schedule(plan: Plan, budget: int | None, threads: int, memory_limit: int) -> Schedule:
+    """Choose the groups; None leaves the budget to what the promise on memory allows.
 
-    Small chunks need less than that to keep the threads busy, and a group that is small itself stays nearer to the
-    processor's caches; only where the page cache cannot hold a stack do larger groups save something, reading.
+    Where the page cache holds the sources, two small groups at a time keep all threads busy; where it does not, a
+    large one walks them less often.
 
     Args:
+      budget: bytes of chunks in memory, as the user gave it.
       memory_limit: bytes this process may use.
     """
+    chunk = max(1, plan.largest_chunk)
+    promised = _promised_budget(plan, threads, memory_limit) if budget is None else budget
+    enough = 2 * chunk * math.ceil(max(_BUSY_BYTES / chunk, threads) / 2)
+    overlapped = Schedule(plan, promised if budget is not None else min(promised, enough), threads, 2)
+    if promised < 2 * chunk or overlapped.rereads(memory_limit):
+        return Schedule(plan, promised, threads, 1)
+    return overlapped
+
+
+def _promised_budget(plan: Plan, threads: int, memory_limit: int) -> int:
+    """Bytes of chunks that the promise on memory allows, and no more than a quarter of the machine."""
     chunk = max(1, plan.largest_chunk)
     promised = (PROMISED_BYTES + PROMISED_CHUNKS * chunk) * _MARGIN
     room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices)
     counts = range(1, max(2, int(room // chunk) + 1))
     count = max(1, bisect.bisect_right(counts, room, key=lambda count: _peak(count * chunk, count, chunk, threads)))
-    enough = threads * math.ceil(_BUSY_BYTES / (chunk * threads))
-    if enough < count and not Schedule(plan, enough * chunk, threads).rereads(memory_limit):
-        count = enough
     return count * chunk

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +21,11 @@ from converter.plan import Chunk
 from converter.reading import ReadBox
 from converter.schedule import Schedule, aligned
 
-_TASK_BYTES = 8 << 20
+_TASK_BYTES = 4 << 20
 """Bytes one thread copies before it takes the next task."""
+
+_BUNDLE = 64
+"""Tasks at most that a thread takes at once where they are small."""
 
 _PARALLEL_ZSTD_BYTES = 16 << 20
 """Chunks from this size on are compressed by several threads when there are fewer chunks than threads."""
@@ -58,24 +63,45 @@ class Writer:
         stores = {array.leaf.name: array.store for array in arrays}
         batches = _Batches(self.schedule) if self.schedule.plan.storage.ocdbt else None
         try:
-            # Small chunks are made in one block of memory, again and again: giving it back and taking it anew costs a
-            # page fault for every 4 KiB. Large ones are given back as soon as they are compressed.
-            small = self.schedule.plan.largest_chunk < memory.LARGE_CHUNK_BYTES
-            block = np.empty(self.schedule.largest_group, np.uint8) if small else None
             with ThreadPoolExecutor(self.schedule.threads, thread_name_prefix="converter") as pool:
-                for number, group in enumerate(self.schedule.groups):
-                    buffers = _buffers(group, block)
-                    self._fill(pool, group, buffers, backwards=bool(number % 2))
-                    if batches is not None:
-                        # The last commit's values are gone before compressing makes new ones.
-                        batches.wait()
-                    self._store(pool, group, buffers, stores, batches)
+                try:
+                    self._write_groups(pool, stores, batches)
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
             if batches is not None:
                 batches.finish()
         except BaseException:
             if batches is not None:
                 batches.abort()
             raise
+
+    def _write_groups(
+        self, pool: ThreadPoolExecutor, stores: Mapping[str, ts.KvStore], batches: _Batches | None
+    ) -> None:
+        """Fill group after group; each is stored while the next is filled.
+
+        The pool works in the order of submission: a thread takes what is to be stored first, else what is to be filled.
+        """
+        # The same blocks of memory again and again: giving them back and taking them anew costs a page fault each time,
+        # in which the kernel, and perhaps a hypervisor below it, finds and clears another page.
+        blocks = [np.empty(self.schedule.largest_group, np.uint8) for _ in range(self.schedule.at_once)]
+        storing: deque[list[Future[None]]] = deque()
+        for number, group in enumerate(self.schedule.groups):
+            if len(storing) == self.schedule.at_once:
+                _finish(storing.popleft())
+            buffers = _buffers(group, blocks[number % len(blocks)])
+            self._fill(pool, group, buffers, backwards=bool(number % 2))
+            # zstd's own threads need memory for what each works on; with two groups there is other work to do.
+            workers = max(1, self.schedule.threads // len(group)) if self.schedule.at_once == 1 else 1
+            storing.append(
+                [
+                    pool.submit(self._store, chunk, buffers, workers, stores[chunk.array.name], batches)
+                    for chunk in group
+                ]
+            )
+        for futures in storing:
+            _finish(futures)
 
     def _fill(
         self, pool: ThreadPoolExecutor, group: tuple[Chunk, ...], buffers: dict[Chunk, np.ndarray], *, backwards: bool
@@ -85,44 +111,44 @@ class Writer:
             # What the last walk read last is still in the page cache.
             tasks.reverse()
 
-        def fill(task: _Task) -> None:
+        def fill(tasks: Sequence[_Task]) -> None:
             if self.stop.is_set():
                 raise Stopped
-            if self.prefetch is not None and task.first:
-                self.prefetch(task.piece.tensor, *task.piece.view.extent(task.source))
-            content = self.read(task.piece, task.source)
-            copy_box(buffers[task.chunk][task.target], content, task.chunk.array.parameter.steps)
+            for task in tasks:
+                if self.prefetch is not None and task.first:
+                    self.prefetch(task.piece.tensor, *task.piece.view.extent(task.source))
+                content = self.read(task.piece, task.source)
+                copy_box(buffers[task.chunk][task.target], content, task.chunk.array.parameter.steps)
 
-        for _ in pool.map(fill, tasks):
+        for _ in pool.map(fill, _bundles(tasks)):
             pass
 
     def _store(
         self,
-        pool: ThreadPoolExecutor,
-        group: tuple[Chunk, ...],
+        chunk: Chunk,
         buffers: dict[Chunk, np.ndarray],
-        stores: Mapping[str, ts.KvStore],
+        workers: int,
+        target: ts.KvStore,
         batches: _Batches | None,
     ) -> None:
-        workers = max(1, self.schedule.threads // len(group))
+        if self.stop.is_set():
+            raise Stopped
+        content = buffers.pop(chunk)
+        if self.on_chunk is not None:
+            self.on_chunk(chunk, content)
+        value = chunk.array.format.encode(content, workers if chunk.nbytes >= _PARALLEL_ZSTD_BYTES else 1)
+        del content
+        key, stored = chunk.array.format.key(chunk.index), len(value)
+        if batches is None:
+            target.write(key, value).result()
+        else:
+            batches.write(target, key, value)
+        self.on_stored(chunk.nbytes, stored)
 
-        def store(chunk: Chunk) -> None:
-            if self.stop.is_set():
-                raise Stopped
-            content = buffers.pop(chunk)
-            if self.on_chunk is not None:
-                self.on_chunk(chunk, content)
-            value = chunk.array.format.encode(content, workers if chunk.nbytes >= _PARALLEL_ZSTD_BYTES else 1)
-            del content
-            key, target, stored = chunk.array.format.key(chunk.index), stores[chunk.array.name], len(value)
-            if batches is None:
-                target.write(key, value).result()
-            else:
-                batches.write(target, key, value)
-            self.on_stored(chunk.nbytes, stored)
 
-        for _ in pool.map(store, group):
-            pass
+def _finish(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        future.result()
 
 
 class _Batches:
@@ -133,7 +159,7 @@ class _Batches:
 
     def __init__(self, schedule: Schedule) -> None:
         self._limit = schedule.batch
-        self._release = schedule.plan.largest_chunk >= memory.LARGE_CHUNK_BYTES
+        self._one = schedule.plan.largest_chunk >= memory.LARGE_CHUNK_BYTES
         self._lock = threading.Lock()
         self._transaction = ts.Transaction()
         self._size = 0
@@ -141,6 +167,8 @@ class _Batches:
 
     def write(self, store: ts.KvStore, key: str, value: bytes) -> None:
         with self._lock:
+            if self._one:
+                self.wait()
             store.with_transaction(self._transaction).write(key, value).result()
             self._size += len(value)
             if self._size >= self._limit:
@@ -151,8 +179,6 @@ class _Batches:
         if self._committing is not None:
             self._committing.result()
             self._committing = None
-            if self._release:
-                memory.release()
 
     def finish(self) -> None:
         with self._lock:
@@ -173,17 +199,14 @@ class _Batches:
         self._transaction, self._size = ts.Transaction(), 0
 
 
-def _buffers(group: tuple[Chunk, ...], block: np.ndarray | None) -> dict[Chunk, np.ndarray]:
-    """An array for each chunk of a group, in `block` where there is one."""
+def _buffers(group: tuple[Chunk, ...], block: np.ndarray) -> dict[Chunk, np.ndarray]:
+    """An array for each chunk of a group, in a block of memory."""
     buffers = {}
     start = 0
     for chunk in group:
         array = chunk.array
-        if block is None:
-            buffers[chunk] = np.empty(array.chunk_shape, array.dtype)
-        else:
-            buffers[chunk] = block[start : start + chunk.nbytes].view(array.dtype).reshape(array.chunk_shape)
-            start += aligned(chunk.nbytes)
+        buffers[chunk] = block[start : start + chunk.nbytes].view(array.dtype).reshape(array.chunk_shape)
+        start += aligned(chunk.nbytes)
         if array.padded:
             # Where no piece reaches: rows that MaxText's vocabulary has beyond the repository's.
             buffers[chunk][...] = array.parameter.fill
@@ -199,6 +222,25 @@ class _Task:
     target: Box
     source: Box
     first: bool
+
+    @property
+    def nbytes(self) -> int:
+        count: int = math.prod(part.stop - part.start for part in self.source)
+        return count * self.chunk.array.dtype.itemsize
+
+
+def _bundles(tasks: Iterable[_Task]) -> Iterator[list[_Task]]:
+    """Small tasks together: for a vector of a few bytes, handing it to a thread would take longer than the copy."""
+    bundle: list[_Task] = []
+    size = 0
+    for task in tasks:
+        bundle.append(task)
+        size += max(task.nbytes, _TASK_BYTES // _BUNDLE)
+        if size >= _TASK_BYTES:
+            yield bundle
+            bundle, size = [], 0
+    if bundle:
+        yield bundle
 
 
 def _tasks(group: tuple[Chunk, ...]) -> Iterator[_Task]:

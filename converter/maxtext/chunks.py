@@ -11,24 +11,17 @@ from __future__ import annotations
 
 import io
 import struct
-import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import google_crc32c
 import numpy as np
+from zstandard import ZstdCompressor
 
-if sys.version_info >= (3, 14):
-    from compression.zstd import CompressionParameter, ZstdCompressor
-else:
-    from backports.zstd import CompressionParameter, ZstdCompressor
-
-_SLAB_BYTES = 1 << 20
-"""Input handed to the compressor at a time, so that output grows as it goes and signals get a turn."""
-
-
-_PRESIZED_BYTES = 1 << 20
+_compressors = threading.local()
+"""Each thread's compressors by level: making one takes a page fault for every 4 KiB of its tables."""
 
 
 @dataclass(frozen=True)
@@ -52,35 +45,25 @@ class ChunkFormat:
     def encode(self, chunk: np.ndarray, workers: int) -> bytes:
         """The stored bytes of a C-contiguous little-endian chunk, compressed by `workers` threads."""
         data = chunk.reshape(-1).view(np.uint8).data
-        out = _output(len(data))
-        if self.level is None:
-            out.write(data)
-        else:
-            options: dict[int, int] = {CompressionParameter.compression_level: self.level}
-            if workers > 1:
-                options[CompressionParameter.nb_workers] = workers
-            compressor = ZstdCompressor(options=options)
-            compressor.set_pledged_input_size(len(data))
-            slab = _SLAB_BYTES * max(1, 8 * (workers - 1))
-            for start in range(0, len(data), slab):
-                out.write(compressor.compress(data[start : start + slab]))
-            out.write(compressor.flush())
+        # Compressed in one call, from and to where the data are: in pieces, zstd copies them to a window of its own.
+        out = io.BytesIO(bytes(data) if self.level is None else _compressor(self.level, workers).compress(data))
         if self.zarr3:
-            index = struct.pack("<QQ", 0, out.tell())
+            index = struct.pack("<QQ", 0, out.seek(0, io.SEEK_END))
             out.write(index)
             out.write(struct.pack("<I", google_crc32c.value(index)))
-        out.truncate()
         return out.getvalue()
 
 
-def _output(size: int) -> io.BytesIO:
-    """An empty stream, with room for what `size` bytes usually become, so as not to grow by copying."""
-    out = io.BytesIO()
-    if size >= _PRESIZED_BYTES:
-        out.seek(size * 4 // 5)
-        out.write(b"\0")
-        out.seek(0)
-    return out
+def _compressor(level: int, workers: int) -> ZstdCompressor:
+    if workers > 1:
+        # Its threads' buffers are large: not to be kept.
+        return ZstdCompressor(level=level, threads=workers)
+    key = str(level)
+    found: ZstdCompressor | None = getattr(_compressors, key, None)
+    if found is None:
+        found = ZstdCompressor(level=level)
+        setattr(_compressors, key, found)
+    return found
 
 
 def chunk_format(metadata: Mapping[str, Any], zarr3: bool) -> ChunkFormat:
