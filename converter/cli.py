@@ -10,7 +10,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -77,14 +76,15 @@ def to_maxtext(argv: list[str]) -> int:
 def inspect(argv: list[str]) -> int:
     """`inspect`: what a checkpoint holds."""
     parser = _parser("inspect", "List every array of an Orbax checkpoint without loading data.")
-    parser.add_argument("path", help="the checkpoint: its base directory, step or items directory")
+    parser.add_argument("path", help="the checkpoint: its base directory, step or items directory, local or gs://")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
 
     def run() -> int:
+        from converter import places
         from converter.inspection import describe, show
 
-        description = describe(Path(options.path))
+        description = describe(places.parse("path", options.path))
         print(json.dumps(description.entry(), indent=1) if options.json else show(description))
         return 0
 
@@ -94,7 +94,7 @@ def inspect(argv: list[str]) -> int:
 def verify(argv: list[str]) -> int:
     """`verify`: a checkpoint against its source."""
     parser = _parser("verify", "Read every array back and compare it bit by bit with the Hugging Face repository.")
-    parser.add_argument("path", help="the checkpoint: its base directory, step or items directory")
+    parser.add_argument("path", help="the checkpoint: its base directory, step or items directory, local or gs://")
     parser.add_argument("--source", required=True, help="local folder or hub id it was made from")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--model_name", help="needed where neither the checkpoint nor config.json tell")
@@ -103,10 +103,11 @@ def verify(argv: list[str]) -> int:
     options = parser.parse_args(argv)
 
     def run() -> int:
+        from converter import places
         from converter.verification import run_verification
 
         return run_verification(
-            Path(options.path),
+            places.parse("path", options.path),
             source=options.source,
             revision=options.revision,
             model_name=options.model_name,
@@ -162,6 +163,8 @@ def _guarded(run: Callable[[], int]) -> int:
         return run()
     except ConverterError as error:
         print(f"converter: error: {' '.join(str(error).split())}", file=sys.stderr)
+        if error.stuck:
+            _exit_now(error.exit_code)
         return error.exit_code
     except Terminated as error:
         print("converter: ended by SIGTERM; nothing partial was kept", file=sys.stderr)

@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from converter import memory, report
+from converter import memory, places, report
 from converter.convert import Outcome, convert
 from converter.errors import ConverterError, RequestError, Terminated
-from converter.output import check_writable
 from converter.progress import Phases
 from converter.request import Request, make_request
 from converter.words import Words, parse_words
@@ -66,12 +65,14 @@ def _checked_message_path(words: Words) -> Path | None:
     text = words.values["termination_message"]
     if not text:
         return None
+    if "://" in text:
+        raise RequestError(f"termination_message={text}: only a local file can be read by whoever runs this")
     path = Path(text).expanduser()
     if not _is_directory(path.parent):
         raise RequestError(f"termination_message={text}: there is no such directory")
     # A kubelet mounts a file of its own: it can be written, but not be replaced nor have others beside it.
     if not os.access(path, os.W_OK):
-        check_writable(path.parent)
+        places.check_writable(path.parent)
     return path
 
 
@@ -108,7 +109,7 @@ def _write_message(
         output=str(request.step) if request else None,
     )
     try:
-        report.write_file(path, content)
+        places.write_file(path, content)
     except OSError as error_:
         log.warning("the termination message cannot be written to %s: %s", path, error_)
 

@@ -6,5 +6,8 @@ STEP = "0"
 ITEM = "items"
 """Directory of the pytree below the step."""
 
+COMMITTED = "commit_success.txt"
+"""Object that makes a folder of a bucket a checkpoint to Orbax (COMMIT_SUCCESS_FILE of its atomicity_types.py)."""
+
 ROOT = "params.params."
 """Prefix of the parameters' names: where MaxText's TrainState keeps them."""

@@ -199,6 +199,7 @@ def save(
     *,
     custom_metadata: Mapping[str, Any],
     threads: int,
+    ts_context: Mapping[str, Any],
     write: Write,
 ) -> None:
     """Save a MaxText checkpoint step of these parameters at `directory`, which appears whole or not at all.
@@ -208,9 +209,13 @@ def save(
       leaves: the parameters.
       custom_metadata: of the step.
       threads: TensorStore's, for what it copies and compresses itself.
+      ts_context: TensorStore's context for the directory.
       write: called with the created arrays; must write every chunk, and return when they are written
         what other files the step is to have, by name.
     """
+    for context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
+        # What Orbax itself reads and writes with TensorStore: the step, and the databases that it merges.
+        context.update(ts_context)
     sharded = bool(leaves) and leaves[0].device_count > 1
     streamed = _StreamedHandler("jax.Array" if sharded else "np.ndarray", threads, write)
     handlers = [(int, type_handlers.ScalarHandler()), (Leaf, streamed)]
