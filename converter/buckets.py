@@ -56,16 +56,19 @@ _ENVIRONMENT = {
     # Without these, TensorStore waits for ever on a connection that has died without a word.
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60",
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+    # For traces nobody makes, the client library would ask for the bucket itself.
+    "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA": "true",
 }
-"""https://google.github.io/tensorstore/environment.html; what the user has set stays."""
+"""https://google.github.io/tensorstore/environment.html, and the client library's _opentelemetry_tracing.py. What the
+user has set stays."""
 
 _TIMEOUT_SECONDS = (10.0, 60.0)
 """Of one request: to connect, and between bytes of the answer."""
 
 _LOG_SECONDS = 60.0
 
-_THREADS = 16
-"""Objects copied or removed at a time."""
+_THREADS = 8
+"""Objects copied or removed at a time; the client library keeps ten connections."""
 
 before_write: list[Callable[[], None]] = []
 """Called before Orbax writes an object; raises where nothing may be written any more."""
@@ -215,16 +218,14 @@ def call(bucket: str, ask: Callable[[], T], *, seconds: float | None = None, of:
       google.api_core.exceptions.PreconditionFailed: as it is.
     """
     from google.api_core.exceptions import PreconditionFailed
-    from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
+    from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
     limit = DEADLINE_SECONDS if seconds is None else seconds
     try:
         return Retrying(
             retry=retry_if_exception(_is_transient),
             stop=stop_after_delay(limit),
-            wait=wait_exponential_jitter(
-                initial=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS, jitter=2 * FIRST_WAIT_SECONDS
-            ),
+            wait=wait_random_exponential(multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
             before_sleep=lambda state: _tell(bucket, state.outcome.exception() if state.outcome else None, limit),
             reraise=True,
         )(ask)

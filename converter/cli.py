@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from absl import logging as absl_logging
 
-from converter import __version__
+from converter import __version__, logs
 from converter.errors import ConverterError, RequestError, Terminated
 from converter.words import OPTIONS, suggest
 
@@ -70,7 +70,7 @@ def to_maxtext(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, _terminate)
         return run_conversion(argv)
 
-    return _guarded(run)
+    return _guarded(run, as_json=logs.wants_json(argv))
 
 
 def inspect(argv: list[str]) -> int:
@@ -151,33 +151,35 @@ def _parser(command: str, description: str) -> _Parser:
     return _Parser(prog=f"converter {command}", description=description, allow_abbrev=False)
 
 
-def _guarded(run: Callable[[], int]) -> int:
+def _guarded(run: Callable[[], int], *, as_json: bool = False) -> int:
     """Run, turning every way to fail into one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _end)
     log.setLevel(logging.INFO)
     log.propagate = False
-    log.handlers = [logging.StreamHandler(sys.stderr)]
+    log.handlers = [logs.Handler(as_json=as_json)]
     # Orbax logs every failure in each of its threads, with a traceback; ours is the one line the user gets.
     absl_logging.get_absl_logger().disabled = True
     try:
         return run()
     except ConverterError as error:
-        print(f"converter: error: {' '.join(str(error).split())}", file=sys.stderr)
+        logs.error(f"error: {' '.join(str(error).split())}", error.exit_code, as_json=as_json)
         if error.stuck:
             _exit_now(error.exit_code)
         return error.exit_code
     except Terminated as error:
-        print("converter: ended by SIGTERM; nothing partial was kept", file=sys.stderr)
+        logs.error("ended by SIGTERM; nothing partial was kept", error.exit_code, as_json=as_json)
         _exit_now(error.exit_code)
     except KeyboardInterrupt:
-        print("converter: interrupted; nothing partial was kept", file=sys.stderr)
+        logs.error("interrupted; nothing partial was kept", 130, as_json=as_json)
         _exit_now(130)
     except BrokenPipeError:
         sys.stderr.close()
         return 0
     except Exception as error:
-        traceback.print_exc()
-        print(f"converter: error: this is a bug: {type(error).__name__}: {error}", file=sys.stderr)
+        if not as_json:
+            traceback.print_exc()
+        text = f"{type(error).__name__}: {error}" if not as_json else traceback.format_exc()
+        logs.error(f"error: this is a bug: {text}", 1, as_json=as_json)
         return 1
 
 

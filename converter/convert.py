@@ -32,7 +32,7 @@ log = logging.getLogger("converter")
 
 SAVE_DTYPES = {"bfloat16": NUMPY_DTYPES["BF16"], "float32": NUMPY_DTYPES["F32"]}
 
-_ORBAX_THREADS = ("streamed_arrays", "write_metadata")
+_ORBAX_THREADS = ("streamed_arrays", "np_type_handler", "write_metadata")
 """How the names of the threads begin in which Orbax saves."""
 
 _STORED_BYTES = 1.4

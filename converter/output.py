@@ -119,7 +119,13 @@ def _leased(directory: Path) -> Iterator[Hold]:
     try:
         if lease.note:
             _recover(directory, lease.note)
-        yield Hold(lambda target: lease.write_note(target.name), lease.check, lease.keep)
+
+        def begin(target: Path) -> None:
+            lease.write_note(target.name)
+            # What a request that was under way when its run was killed has brought since; or nothing.
+            _remove_unfinished(directory, target.name)
+
+        yield Hold(begin, lease.check, lease.keep)
     except BaseException:
         if not lease.kept and lease.note:
             try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from converter import memory, places, report
 from converter.convert import Outcome, convert
 from converter.errors import ConverterError, RequestError, Terminated
+from converter.logs import Heartbeat
 from converter.progress import Phases
 from converter.request import Request, make_request
 from converter.words import Words, parse_words
@@ -38,7 +39,8 @@ def run_conversion(argv: Sequence[str]) -> int:
             request = make_request(words)
             for note in request.notes:
                 log.info("%s", note)
-            outcome = convert(request, monitor, phases)
+            with Heartbeat(phases, monitor):
+                outcome = convert(request, monitor, phases)
         except BaseException as error:
             failure = error
             raise
@@ -117,7 +119,13 @@ def _write_message(
 def _tell(request: Request, outcome: Outcome, phases: Phases, seconds: float, peak: memory.Usage) -> None:
     """The last lines of a run."""
     if outcome.result == "converted":
-        log.info("saved %s: %.2f GB of arrays", request.step, outcome.nbytes / 1e9)
+        fields = {
+            "phase": "done",
+            "bytes": outcome.nbytes,
+            "seconds": {name: round(value, 3) for name, value in phases.seconds.items()},
+            "peak_memory_bytes": peak.anonymous,
+        }
+        log.info("saved %s: %.2f GB of arrays", request.step, outcome.nbytes / 1e9, extra={"fields": fields})
         spent = ", ".join(f"{name} {value:.1f} s" for name, value in phases.seconds.items())
         log.info("time: %.1f s (%s)", seconds, spent)
     cgroup = memory.cgroup_peak()

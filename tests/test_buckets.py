@@ -190,8 +190,7 @@ def test_unfinished_is_not_skipped_nor_removed(marker: str, bucket: Bucket) -> N
 
 
 def test_what_is_no_checkpoint_is_not_overwritten(bucket: Bucket) -> None:
-    (bucket.folder / "out" / "0").mkdir(parents=True)
-    (bucket.folder / "out" / "0" / "thesis.txt").write_text("mine")
+    bucket.put("out/0/thesis.txt", b"mine")
     refused(convert(bucket, "--if_exists=overwrite"), 2, "is no checkpoint")
     assert bucket.objects() == {"out/0/thesis.txt"}
 
@@ -222,7 +221,8 @@ def test_bucket_that_cannot_be_written(
         use(proxy.url, monkeypatch)
         run = convert(bucket)
         assert proxy.count() == 1
-    refused(run, 2, f"no permission on gs://{bucket.name} (HTTP {status})")
+    # To a 401 the client library answers by refreshing its credentials, of which it has none here.
+    refused(run, 2, f"no permission on gs://{bucket.name} (HTTP 403)" if status == 403 else "no credentials")
     assert len(run.stderr.splitlines()) == 1
 
 
@@ -230,7 +230,7 @@ def test_bucket_that_cannot_be_read(bucket: Bucket, server: Server, monkeypatch:
     with Proxy(server.url, Faults(error=1, statuses=(403,))) as proxy:
         use(proxy.url, monkeypatch)
         refused(read("inspect", bucket.url("out")), 2, f"no permission on gs://{bucket.name}")
-        assert proxy.count() == 1
+        assert proxy.count() <= 2
 
 
 def test_only_objects_are_asked_for(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,15 +353,11 @@ def test_failure_in_the_middle_leaves_nothing(bucket: Bucket, server: Server, mo
     assert bucket.objects() == set()
 
 
-def slowed(server: Server, seconds: float = 0.3) -> Proxy:
-    """A bucket that takes its time for each file of data."""
+def slowed(server: Server) -> Proxy:
+    """A bucket that takes its time for each chunk."""
     return Proxy(
         server.url,
-        Faults(
-            stall=1,
-            stall_seconds=seconds,
-            only=lambda method, address: method == "POST" and "ocdbt.process_0%2Fd%2F" in address,
-        ),
+        Faults(stall=1, stall_seconds=0.1, only=lambda method, address: method == "POST" and "%2Fc%2F" in address),
     )
 
 
@@ -370,12 +366,12 @@ def start_slow(bucket: Bucket, proxy: Proxy, *words: object) -> subprocess.Popen
     process = start_to_maxtext(
         *WORDS,
         f"base_output_directory={bucket.url('out')}",
-        "--memory_budget=20kB",
+        "checkpoint_storage_use_ocdbt=false",
         *words,
         env=servers.environment(proxy.url),
     )
     deadline = time.monotonic() + 60
-    while process.poll() is None and sum("ocdbt.process_0/d/" in name for name in bucket.objects()) < 3:
+    while process.poll() is None and sum("/c/" in name for name in bucket.objects()) < 3:
         assert time.monotonic() < deadline, "it never began"
         time.sleep(0.01)
     assert process.poll() is None, process.communicate()
@@ -451,6 +447,7 @@ def test_sigkill_and_the_next_run(bucket: Bucket, server: Server, monkeypatch: p
         process = start_slow(bucket, proxy)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
+    time.sleep(0.5)
     left = bucket.objects()
     assert "out/0.lease" in left
     check_no_checkpoint(bucket)
@@ -464,7 +461,7 @@ def test_sigkill_and_the_next_run(bucket: Bucket, server: Server, monkeypatch: p
     assert run.code == 0, run.stderr
     assert read("verify", bucket.url("out"), "--source", str(SOURCE)).code == 0
     assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
-    assert not {name for name in left & bucket.objects() if re.search(r"/d/[0-9a-f]{32}$", name)}
+    assert not {name for name in left & bucket.objects() if "/c/" in name}
 
 
 def test_second_converter_is_refused(bucket: Bucket, server: Server) -> None:
@@ -488,13 +485,16 @@ def test_a_taken_lease_ends_the_run(bucket: Bucket, server: Server) -> None:
             "sys.exit(cli.to_maxtext(sys.argv[1:]))"
         )
         process = subprocess.Popen(
-            [sys.executable, "-c", code, *WORDS, f"base_output_directory={bucket.url('out')}", "--memory_budget=20kB"],
+            [
+                *(sys.executable, "-c", code, *WORDS),
+                *(f"base_output_directory={bucket.url('out')}", "checkpoint_storage_use_ocdbt=false"),
+            ],
             env=environment(servers.environment(proxy.url)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        while process.poll() is None and not any("/d/" in name for name in bucket.objects()):
+        while process.poll() is None and not any("/c/" in name for name in bucket.objects()):
             time.sleep(0.01)
         process.send_signal(signal.SIGSTOP)
         other = lease.Lease(bucket.url("out/0.lease"))
@@ -596,10 +596,12 @@ def test_interrupted_overwrite_keeps_the_old_one(
                 *WORDS,
                 f"base_output_directory={bucket.url('out')}",
                 "--if_exists=overwrite",
-                "--memory_budget=20kB",
+                "checkpoint_storage_use_ocdbt=false",
                 env=servers.environment(proxy.url),
             )
-            while process.poll() is None and not any("0.replacement/items/ocdbt" in name for name in bucket.objects()):
+            while process.poll() is None and not any(
+                "0.replacement" in name and "/c/" in name for name in bucket.objects()
+            ):
                 time.sleep(0.01)
             process.send_signal(number)
             _, err = process.communicate(timeout=60)
@@ -608,6 +610,6 @@ def test_interrupted_overwrite_keeps_the_old_one(
         if number == signal.SIGTERM:
             assert bucket.objects() == set(before)
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)
-    time.sleep(0.5)
+    time.sleep(2)
     refused(convert(bucket), 2, "exists")
     assert bucket.objects() == set(before)
