@@ -62,7 +62,7 @@ _ENVIRONMENT = {
 """https://google.github.io/tensorstore/environment.html, and the client library's _opentelemetry_tracing.py. What the
 user has set stays."""
 
-_TIMEOUT_SECONDS = (10.0, 60.0)
+TIMEOUT_SECONDS = 60.0
 """Of one request: to connect, and between bytes of the answer."""
 
 _LOG_SECONDS = 60.0
@@ -104,7 +104,7 @@ def read(path: object) -> bytes:
     """
     bucket, name = split(path)
     content: bytes = call(
-        bucket, lambda: _bucket(bucket).blob(name).download_as_bytes(retry=None, timeout=_TIMEOUT_SECONDS)
+        bucket, lambda: _bucket(bucket).blob(name).download_as_bytes(retry=None, timeout=TIMEOUT_SECONDS)
     )
     return content
 
@@ -121,7 +121,7 @@ def upload(blob: Blob, content: bytes, *, generation: int | None = None) -> None
         content,
         content_type="application/octet-stream",
         if_generation_match=generation,
-        timeout=_TIMEOUT_SECONDS,
+        timeout=TIMEOUT_SECONDS,
         retry=None,
     )
 
@@ -129,7 +129,7 @@ def upload(blob: Blob, content: bytes, *, generation: int | None = None) -> None
 def get(path: object) -> Blob | None:
     """An object with its metadata, None where there is none."""
     bucket, name = split(path)
-    return call(bucket, lambda: _bucket(bucket).get_blob(name, timeout=_TIMEOUT_SECONDS, retry=None))
+    return call(bucket, lambda: _bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS, retry=None))
 
 
 def remove(path: object, *, seconds: float | None = None) -> None:
@@ -153,7 +153,7 @@ def children(path: object) -> tuple[dict[str, int], set[str]]:
 
     def ask() -> tuple[list[Blob], set[str]]:
         found = _client().list_blobs(
-            bucket, prefix=prefix, delimiter="/", timeout=_TIMEOUT_SECONDS, retry=None, fields=_FIELDS
+            bucket, prefix=prefix, delimiter="/", timeout=TIMEOUT_SECONDS, retry=None, fields=_FIELDS
         )
         return list(found), set(found.prefixes)
 
@@ -170,7 +170,7 @@ def any_below(path: object) -> bool:
         bucket,
         lambda: list(
             _client().list_blobs(
-                bucket, prefix=prefix, max_results=1, timeout=_TIMEOUT_SECONDS, retry=None, fields=_FIELDS
+                bucket, prefix=prefix, max_results=1, timeout=TIMEOUT_SECONDS, retry=None, fields=_FIELDS
             )
         ),
         of="bucket",
@@ -348,7 +348,7 @@ def _list(bucket: str, name: str, seconds: float | None = None) -> list[Blob]:
     prefix = f"{name}/" if name else ""
     return call(
         bucket,
-        lambda: list(_client().list_blobs(bucket, prefix=prefix, timeout=_TIMEOUT_SECONDS, retry=None, fields=_FIELDS)),
+        lambda: list(_client().list_blobs(bucket, prefix=prefix, timeout=TIMEOUT_SECONDS, retry=None, fields=_FIELDS)),
         seconds=seconds,
         of="bucket",
     )
@@ -360,7 +360,7 @@ def _below(name: str, prefix: str) -> str:
 
 def _remove(bucket: str, name: str, seconds: float | None) -> None:
     try:
-        call(bucket, lambda: _bucket(bucket).blob(name).delete(timeout=_TIMEOUT_SECONDS, retry=None), seconds=seconds)
+        call(bucket, lambda: _bucket(bucket).blob(name).delete(timeout=TIMEOUT_SECONDS, retry=None), seconds=seconds)
     except FileNotFoundError:
         return
 
@@ -369,7 +369,7 @@ def _rewrite(source: Blob, target: Blob) -> None:
     """Copy within the service; large objects take several calls, each of which goes on where the last one ended."""
     token: str | None = None
     while True:
-        token, _, _ = target.rewrite(source, token=token, timeout=_TIMEOUT_SECONDS, retry=None)
+        token, _, _ = target.rewrite(source, token=token, timeout=TIMEOUT_SECONDS, retry=None)
         if token is None:
             return
 
