@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from converter.memory import Monitor
-from converter.progress import Phases
+if TYPE_CHECKING:
+    from converter.memory import Monitor
+    from converter.progress import Phases
 
 log = logging.getLogger("converter")
 
