@@ -122,8 +122,9 @@ def _leased(directory: Path) -> Iterator[Hold]:
 
         def begin(target: Path) -> None:
             lease.write_note(target.name)
-            # What a request that was under way when its run was killed has brought since; or nothing.
-            _remove_unfinished(directory, target.name)
+            if target.name == _REPLACEMENT:
+                # What a request that was under way when its run was killed has brought since; or nothing.
+                buckets.remove_tree(target)
 
         yield Hold(begin, lease.check, lease.keep)
     except BaseException:
