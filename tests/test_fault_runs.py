@@ -84,6 +84,13 @@ def digests(step: Path) -> dict[str, str]:
     return {name: array.sha256 for name, array in arrays(step).items()}
 
 
+def left_in(folder: Path, where: str) -> set[str]:
+    """What lies in an output; the server keeps folders that no object is in any more, which a bucket does not have."""
+    if where == "disk":
+        return {path.name for path in folder.iterdir()}
+    return {path.relative_to(folder).parts[0] for path in folder.rglob("*") if path.is_file()}
+
+
 def faults_of(seed: int) -> Faults:
     """One kind or all of them, on 1 to 30 % of the requests, and on nearly all every tenth time.
 
@@ -146,7 +153,7 @@ def test_runs_with_faults(storage: str, bucket: Bucket, server: Server, forks: F
         )
         assert again.code == 0, f"{seed}: {again.stderr}"
         assert digests(step) == EXPECTED["scan"], seed
-        assert {path.name for path in (bucket.folder / output).iterdir()} == {"0"}, seed
+        assert left_in(bucket.folder / output, "bucket") == {"0"}, seed
     assert met > 100
     assert ended[0] > sum(ended.values()) / 2, ended
     assert ended[0] + ended[3] == sum(ended.values())
@@ -194,5 +201,5 @@ def test_sigkill_at_any_moment(where: str, bucket: Bucket, server: Server, forks
         again = forks.run(*words, target, "--if_exists=overwrite", env=env, settings=SETTINGS)
         assert again.code == 0, f"{number}: {again.stderr}"
         assert digests(step) == EXPECTED["scan"], number
-        assert {path.name for path in folder.iterdir()} == {"0"}, (number, files_below(folder))
+        assert left_in(folder, where) == {"0"}, (number, files_below(folder))
     assert killed > KILLS / 2
