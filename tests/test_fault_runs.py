@@ -171,10 +171,13 @@ def test_sigkill_at_any_moment(where: str, bucket: Bucket, server: Server, forks
             return str(tmp_path / f"kill-{number}"), tmp_path / f"kill-{number}"
         return bucket.url(f"kill-{number}"), bucket.folder / f"kill-{number}"
 
-    output, _ = place(-1)
-    began = time.monotonic()
-    assert forks.run(*words, f"base_output_directory={output}", env=env, settings=SETTINGS).code == 0
-    usual = time.monotonic() - began
+    took = []
+    for number in (-1, -2, -3):
+        began = time.monotonic()
+        assert forks.run(*words, f"base_output_directory={place(number)[0]}", env=env, settings=SETTINGS).code == 0
+        took.append(time.monotonic() - began)
+    # The first may be many times as slow.
+    usual = min(took)
     killed = 0
     for number in range(KILLS):
         output, folder = place(number)
