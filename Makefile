@@ -58,6 +58,11 @@ test: setup  ## Run the fast tests
 test-slow: setup  ## Run the slow tests (memory, speed of large checkpoints, kill tests)
 	$(PY) -m pytest -m slow
 
+.PHONY: test-faults
+
+test-faults: setup  ## Run conversions against broken buckets and networks, and kill them at any moment (15 minutes at most)
+	$(PY) -m pytest -m faults
+
 test-airflow: $(AIRFLOW_VENV)/.dev  ## Run the tests of the Airflow DAG (installs Airflow into .venv-airflow)
 	$(AIRFLOW_PY) -m pytest --confcutdir=tests/jobs tests/jobs/dags
 

@@ -11,13 +11,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from absl import logging as absl_logging
 
-from converter import __version__, memory
+from converter import __version__, logs, memory
 from converter.errors import ConverterError, RequestError, Terminated
 from converter.words import OPTIONS, suggest
 
@@ -77,20 +76,21 @@ def to_maxtext(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, _terminate)
         return run_conversion(argv)
 
-    return _guarded(run)
+    return _guarded(run, as_json=logs.wants_json(argv))
 
 
 def inspect(argv: list[str]) -> int:
     """`inspect`: what a checkpoint holds."""
     parser = _parser("inspect", "List every array of an Orbax checkpoint without loading data.")
-    parser.add_argument("path", help="the checkpoint: its base directory, step or items directory")
+    parser.add_argument("path", help="the checkpoint: its base directory, step or items directory, local or gs://")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
 
     def run() -> int:
+        from converter import places
         from converter.inspection import describe, show
 
-        description = describe(Path(options.path))
+        description = describe(places.parse("path", options.path))
         print(json.dumps(description.entry(), indent=1) if options.json else show(description))
         return 0
 
@@ -100,7 +100,7 @@ def inspect(argv: list[str]) -> int:
 def verify(argv: list[str]) -> int:
     """`verify`: a checkpoint against its source."""
     parser = _parser("verify", "Read every array back and compare it bit by bit with the Hugging Face repository.")
-    parser.add_argument("path", help="the checkpoint: its base directory, step or items directory")
+    parser.add_argument("path", help="the checkpoint: its base directory, step or items directory, local or gs://")
     parser.add_argument("--source", required=True, help="local folder or hub id it was made from")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--model_name", help="needed where neither the checkpoint nor config.json tell")
@@ -109,10 +109,11 @@ def verify(argv: list[str]) -> int:
     options = parser.parse_args(argv)
 
     def run() -> int:
+        from converter import places
         from converter.verification import run_verification
 
         return run_verification(
-            Path(options.path),
+            places.parse("path", options.path),
             source=options.source,
             revision=options.revision,
             model_name=options.model_name,
@@ -156,12 +157,12 @@ def _parser(command: str, description: str) -> _Parser:
     return _Parser(prog=f"converter {command}", description=description, allow_abbrev=False)
 
 
-def _guarded(run: Callable[[], int]) -> int:
+def _guarded(run: Callable[[], int], *, as_json: bool = False) -> int:
     """Run, turning every way to fail into one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _end)
     log.setLevel(logging.INFO)
     log.propagate = False
-    log.handlers = [logging.StreamHandler(sys.stderr)]
+    log.handlers = [logs.Handler(as_json=as_json)]
     # Orbax logs every failure in each of its threads, with a traceback; ours is the one line the user gets.
     absl_logging.get_absl_logger().disabled = True
     # numpy's BLAS would start threads that spin for a while; nothing here multiplies matrices.
@@ -169,20 +170,24 @@ def _guarded(run: Callable[[], int]) -> int:
     try:
         return run()
     except ConverterError as error:
-        print(f"converter: error: {' '.join(str(error).split())}", file=sys.stderr)
+        logs.error(f"error: {' '.join(str(error).split())}", error.exit_code, as_json=as_json)
+        if error.stuck:
+            _exit_now(error.exit_code)
         return error.exit_code
     except Terminated as error:
-        print("converter: ended by SIGTERM; nothing partial was kept", file=sys.stderr)
+        logs.error("ended by SIGTERM; nothing partial was kept", error.exit_code, as_json=as_json)
         _exit_now(error.exit_code)
     except KeyboardInterrupt:
-        print("converter: interrupted; nothing partial was kept", file=sys.stderr)
+        logs.error("interrupted; nothing partial was kept", 130, as_json=as_json)
         _exit_now(130)
     except BrokenPipeError:
         sys.stderr.close()
         return 0
     except Exception as error:
-        traceback.print_exc()
-        print(f"converter: error: this is a bug: {type(error).__name__}: {error}", file=sys.stderr)
+        if not as_json:
+            traceback.print_exc()
+        text = f"{type(error).__name__}: {error}" if not as_json else traceback.format_exc()
+        logs.error(f"error: this is a bug: {text}", 1, as_json=as_json)
         return 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 from converter.mapping import Geometry
 from converter.maxtext.layout import ITEM
@@ -16,7 +15,7 @@ def load_command(request: Request, geometry: Geometry) -> str:
     family, name = request.family, request.model_name
     words = {
         "model_name": name,
-        "load_parameters_path": str(Path(request.step) / ITEM),
+        "load_parameters_path": str(request.step / ITEM),
         "base_output_directory": str(request.output) + "-training",
         "run_name": f"{request.run_name}-training",
         "scan_layers": str(request.scan).lower(),

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from converter import memory, output, report
+from converter import memory, output, places, report
 from converter.command import load_command
 from converter.errors import ConverterError, RequestError, WorldError
 from converter.geometry import check_tensors, make_geometry
@@ -32,7 +32,7 @@ log = logging.getLogger("converter")
 
 SAVE_DTYPES = {"bfloat16": NUMPY_DTYPES["BF16"], "float32": NUMPY_DTYPES["F32"]}
 
-_ORBAX_THREADS = ("streamed_arrays", "write_metadata")
+_ORBAX_THREADS = ("streamed_arrays", "np_type_handler", "write_metadata")
 """How the names of the threads begin in which Orbax saves."""
 
 _STORED_BYTES = 1.4
@@ -74,15 +74,15 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
         source = locate(request.source, revision=request.revision, token=request.token)
         fingerprint = request.fingerprint(source.identity)
         if not request.dry_run:
-            if output.half_swapped(request.output):
+            if output.interrupted(request.output):
                 with output.opened(request.output):
-                    log.info("%s was being overwritten when a run was killed: the old one is back", request.step)
+                    log.info("%s: what a killed run left half done is set right", request.output)
             if _already_there(request, fingerprint):
                 log.info("%s is complete and of the same request: nothing to do", request.step)
                 return Outcome("skipped", 0, None)
-            output.check_writable(request.output)
+            places.check_writable(request.output)
             if request.report is not None:
-                output.check_writable(request.report.parent)
+                places.check_writable(request.report.parent)
     with phases.phase("download"):
         source = source.fetch(request.token)
     with phases.phase("plan"):
@@ -90,9 +90,9 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
     if request.dry_run:
         show_plan(planned.plan, planned.schedule, expected_stored(planned.plan))
         return Outcome("planned", planned.plan.nbytes, None)
-    output.check_space(request.output, expected_stored(planned.plan))
-    with output.opened(request.output):
-        _write(request, planned, fingerprint, monitor, phases)
+    places.check_space(request.output, expected_stored(planned.plan))
+    with output.opened(request.output) as hold:
+        _write(request, planned, fingerprint, monitor, phases, hold)
     return Outcome("converted", planned.plan.nbytes, load_command(request, planned.geometry))
 
 
@@ -127,7 +127,7 @@ def expected_stored(plan: Plan) -> int:
 def _already_there(request: Request, fingerprint: str) -> bool:
     """Whether the output is there and may stay; raises where it may not."""
     step = request.step
-    if not step.exists() and not step.is_symlink():
+    if not places.is_taken(step):
         return False
     if not step.is_dir():
         raise RequestError(f"{step} is no directory; choose another base_output_directory")
@@ -146,7 +146,14 @@ def _already_there(request: Request, fingerprint: str) -> bool:
     return True
 
 
-def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memory.Monitor, phases: Phases) -> None:
+def _write(
+    request: Request,
+    planned: _Planned,
+    fingerprint: str,
+    monitor: memory.Monitor,
+    phases: Phases,
+    hold: output.Hold,
+) -> None:
     plan, repository = planned.plan, planned.repository
     devices.start(request.devices)
     if planned.schedule.returns_memory:
@@ -154,6 +161,7 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
     digests = report.Digests()
     stop = threading.Event()
     target = output.target(request.output, overwrite=request.if_exists == "overwrite")
+    hold.begin(target)
     with Meter("converting", plan.nbytes, monitor) as meter:
         writer = Writer(
             planned.schedule,
@@ -169,7 +177,7 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
                 writer.write(arrays)
             return {output.RECORD: report.record(request, repository, fingerprint)}
 
-        _save(request, target, plan, write, stop)
+        _save(request, target, plan, write, stop, hold)
     with phases.phase("finish"):
         output.publish(request.output, target)
     if request.report is not None:
@@ -184,48 +192,58 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
             peak=monitor.peak,
         )
         try:
-            report.write_file(request.report, content)
+            places.write_file(request.report, content)
         except OSError as error:
             raise WorldError(
                 f"{request.step} is complete, but {request.report} cannot be written: {error.strerror or error}"
             ) from error
 
 
-def _save(request: Request, target: Path, plan: Plan, write: Write, stop: threading.Event) -> None:
-    """Let Orbax save; whatever ends it before its time leaves nothing behind."""
+def _save(request: Request, target: Path, plan: Plan, write: Write, stop: threading.Event, hold: output.Hold) -> None:
+    """Let Orbax save; nothing is written any more when this ends early, unless what was begun is abandoned."""
     others = set(threading.enumerate())
     # In a thread of its own, so that SIGTERM, which is raised in the main thread, never interrupts Orbax half-way.
-    with ThreadPoolExecutor(1, thread_name_prefix="save") as pool:
-        saving = pool.submit(
-            save,
-            target,
-            [array.leaf for array in plan.arrays],
-            plan.storage,
-            custom_metadata={"scan_layers": request.scan},
-            threads=request.threads,
-            write=write,
-        )
-        try:
-            while not saving.done():
-                # Not for ever at once: a signal that arrives just before the wait begins would only be seen after it.
-                wait([saving], timeout=0.1)
-            saving.result()
-            _finish_undisturbed()
-        except BaseException as error:
-            stop.set()
-            wait([saving])
-            if saving.exception() is None:
-                log.info("the signal came when everything was written: finishing")
-                _finish_undisturbed()
-                return
-            for thread in set(threading.enumerate()) - others:
-                if thread.name.startswith(_ORBAX_THREADS):
-                    # They write on for a moment; their own join raises what ended them.
-                    threading.Thread.join(thread)
-            output.remove_partial(request.output)
-            if isinstance(error, Exception) and not isinstance(error, ConverterError):
-                raise _failure(error, request) from error
+    pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+    saving = pool.submit(
+        save,
+        target,
+        [array.leaf for array in plan.arrays],
+        plan.storage,
+        custom_metadata={"scan_layers": request.scan},
+        threads=request.threads,
+        ts_context=places.context(target),
+        write=write,
+    )
+    try:
+        while not saving.done():
+            # Not for ever at once: a signal that arrives just before the wait begins would only be seen after it.
+            wait([saving], timeout=0.1)
+            hold.check()
+        saving.result()
+        _finish_undisturbed()
+    except BaseException as error:
+        stop.set()
+        wait([saving], timeout=places.stop_seconds(request.output))
+        if not saving.done():
+            # It waits for a bucket that does not answer, perhaps for minutes.
+            hold.abandon()
+            if isinstance(error, ConverterError):
+                error.stuck = True
             raise
+        if saving.exception() is None:
+            hold.check()
+            log.info("the signal came when everything was written: finishing")
+            _finish_undisturbed()
+            return
+        for thread in set(threading.enumerate()) - others:
+            if thread.name.startswith(_ORBAX_THREADS):
+                # They write on for a moment; their own join raises what ended them.
+                threading.Thread.join(thread)
+        if isinstance(error, Exception) and not isinstance(error, ConverterError):
+            raise _failure(error, request) from error
+        raise
+    finally:
+        pool.shutdown(wait=saving.done())
 
 
 def _finish_undisturbed() -> None:
@@ -237,6 +255,8 @@ def _finish_undisturbed() -> None:
 def _failure(error: Exception, request: Request) -> Exception:
     """What a failed write means for the user; anything unforeseen stays what it is, a bug."""
     text = " ".join(str(error).split())
+    if foreseen := places.failure(request.output, text):
+        return foreseen
     if "No space left" in text or "Disk quota" in text or "File too large" in text:
         return WorldError(f"no space left in {request.output} while writing; nothing was kept")
     if "Read-only file system" in text or "Permission denied" in text:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 
 class ConverterError(Exception):
-    """A failure whose message is one line for the user: what is wrong, where, what to do."""
+    """A failure whose message is one line for the user: what is wrong, where, what to do.
+
+    Attributes:
+      stuck: threads of the run wait for what may not come for minutes; end the process without them.
+    """
 
     exit_code = 1
+    stuck = False
 
 
 class RequestError(ConverterError):

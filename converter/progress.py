@@ -24,14 +24,23 @@ class Phases:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._began = [("start", time.monotonic())]
+
+    @property
+    def current(self) -> tuple[str, float]:
+        """The phase a run is in and for how many seconds."""
+        name, start = self._began[-1]
+        return name, time.monotonic() - start
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time in the block."""
         start = time.monotonic()
+        self._began.append((name, start))
         try:
             yield
         finally:
+            self._began.append(("between phases", time.monotonic()))
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
 
@@ -98,4 +107,15 @@ class Meter:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self.done, line=line)
         else:
-            log.info("%s: %.0f %%, %s", self._what, 100 * self.done / max(1, self._total), line)
+            fields = {
+                "phase": self._what,
+                "bytes": self.done,
+                "total_bytes": self._total,
+                "stored_bytes": self.stored,
+                "bytes_per_second": round(rate),
+                "eta_seconds": round(left) if rate > 0 else None,
+                "memory_bytes": self._monitor.current.anonymous,
+                "peak_memory_bytes": peak.anonymous,
+            }
+            percent = 100 * self.done / max(1, self._total)
+            log.info("%s: %.0f %%, %s", self._what, percent, line, extra={"fields": fields})

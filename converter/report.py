@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,26 +155,6 @@ def _shortened(text: str) -> str:
     while len(json.dumps(shown := text if kept == len(text) else f"{text[:kept]}...")) > _MESSAGE_TEXT_BYTES:
         kept = kept * 9 // 10
     return shown
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all; what cannot be replaced, a device or a mount, is written into."""
-    if path.exists() and (not path.is_file() or not os.access(path.parent, os.W_OK)):
-        path.write_bytes(content)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        try:
-            partial.replace(path)
-        except OSError:
-            # A file that is a mount of its own.
-            if not path.is_file():
-                raise
-            path.write_bytes(content)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _json(value: Any) -> bytes:

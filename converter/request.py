@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from converter import places
 from converter.errors import RequestError
 from converter.maxtext.devices import MAX_DEVICES
 from converter.maxtext.layout import STEP
@@ -35,7 +36,7 @@ class Request:
       source: local folder or hub id.
       revision: hub revision, None for the default branch or a folder.
       token: for the hub.
-      output: the directory that gets `0/items`.
+      output: the place that gets `0/items`, on a disk or in a bucket.
       scan, scan_axis: whether layers are stacked, and on which axis.
       devices: simulated devices.
       save_dtype: numpy name of the dtype for parameters whose rule fixes none.
@@ -164,7 +165,7 @@ def make_request(words: Words) -> Request:
         # TensorStore takes it for a separator of directories.
         raise RequestError(f"base_output_directory={values['base_output_directory']}: no backslashes, please")
     run_name = values["run_name"] or os.environ.get("JOBSET_NAME") or _default_run_name(name)
-    output = _local_path("base_output_directory", values["base_output_directory"] or f"tmp/{run_name}")
+    output = places.parse("base_output_directory", values["base_output_directory"] or f"tmp/{run_name}")
     return Request(
         model_name=name,
         source=values["hf_model_path"] or family.models[name].hub,
@@ -188,7 +189,7 @@ def make_request(words: Words) -> Request:
         threads=values["threads"] or len(os.sched_getaffinity(0)),
         if_exists=values["if_exists"],
         dry_run=values["dry_run"],
-        report=_local_path("report", values["report"]) if values["report"] else None,
+        report=places.parse("report", values["report"]) if values["report"] else None,
         notes=tuple(notes),
     )
 
@@ -196,17 +197,6 @@ def make_request(words: Words) -> Request:
 def _default_run_name(model_name: str) -> str:
     """MaxText's default (configs/types.py)."""
     return f"{model_name}_{datetime.datetime.now():%Y-%m-%d-%H-%M}"
-
-
-def _local_path(key: str, text: str) -> Path:
-    if "://" in text:
-        raise RequestError(f"{key}={text}: only local paths can be written yet")
-    path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - `..` without following links
-    try:
-        path.exists()
-    except OSError as error:
-        raise RequestError(f"{key}={text[:100]}...: {error.strerror}") from error
-    return path
 
 
 def _check_environment(values: Mapping[str, Any]) -> None:

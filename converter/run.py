@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from converter import memory, report
+from converter import memory, places, report
 from converter.convert import Outcome, convert
 from converter.errors import ConverterError, RequestError, Terminated
-from converter.output import check_writable
+from converter.logs import Heartbeat
 from converter.progress import Phases
 from converter.request import Request, make_request
 from converter.words import Words, parse_words
@@ -39,7 +39,8 @@ def run_conversion(argv: Sequence[str]) -> int:
             request = make_request(words)
             for note in request.notes:
                 log.info("%s", note)
-            outcome = convert(request, monitor, phases)
+            with Heartbeat(phases, monitor):
+                outcome = convert(request, monitor, phases)
         except BaseException as error:
             failure = error
             raise
@@ -66,12 +67,14 @@ def _checked_message_path(words: Words) -> Path | None:
     text = words.values["termination_message"]
     if not text:
         return None
+    if "://" in text:
+        raise RequestError(f"termination_message={text}: only a local file can be read by whoever runs this")
     path = Path(text).expanduser()
     if not _is_directory(path.parent):
         raise RequestError(f"termination_message={text}: there is no such directory")
     # A kubelet mounts a file of its own: it can be written, but not be replaced nor have others beside it.
     if not os.access(path, os.W_OK):
-        check_writable(path.parent)
+        places.check_writable(path.parent)
     return path
 
 
@@ -108,7 +111,7 @@ def _write_message(
         output=str(request.step) if request else None,
     )
     try:
-        report.write_file(path, content)
+        places.write_file(path, content)
     except OSError as error_:
         log.warning("the termination message cannot be written to %s: %s", path, error_)
 
@@ -116,7 +119,13 @@ def _write_message(
 def _tell(request: Request, outcome: Outcome, phases: Phases, seconds: float, peak: memory.Usage) -> None:
     """The last lines of a run."""
     if outcome.result == "converted":
-        log.info("saved %s: %.2f GB of arrays", request.step, outcome.nbytes / 1e9)
+        fields = {
+            "phase": "done",
+            "bytes": outcome.nbytes,
+            "seconds": {name: round(value, 3) for name, value in phases.seconds.items()},
+            "peak_memory_bytes": peak.anonymous,
+        }
+        log.info("saved %s: %.2f GB of arrays", request.step, outcome.nbytes / 1e9, extra={"fields": fields})
         spent = ", ".join(f"{name} {value:.1f} s" for name, value in phases.seconds.items())
         log.info("time: %.1f s (%s)", seconds, spent)
     cgroup = memory.cgroup_peak()

@@ -126,6 +126,7 @@ OPTIONS: Mapping[str, Option] = {
     "if_exists": Option(one_of("refuse", "skip", "overwrite"), "what to do with what is there", "refuse", own=True),
     "dry_run": Option(parse_bool, "print the plan and write nothing", False, switch=True, own=True),
     "report": Option(str, "write a JSON report there", own=True),
+    "log_format": Option(one_of("text", "json"), "text, or a JSON object a line", "text", own=True),
     "termination_message": Option(str, "write a short JSON message there however the run ends", own=True),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Restore checkpoints in every way that plain Orbax has, under a number of JAX CPU devices of choice.
 
-As a script, `restoring.py DEVICES STEP...` prints what each way gives for each checkpoint: the sha256 of every leaf.
+As a script, `restoring.py DEVICES STEP...` prints what each way gives for each checkpoint, local or in a bucket: the
+sha256 of every leaf.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
+from etils import epath
 
 Leaves = dict[str, dict[str, Any]]
 Tree = dict[str, Any]
@@ -139,4 +141,4 @@ if __name__ == "__main__":
     logging.disable(logging.WARNING)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
-    print(json.dumps({path: every_way(Path(path)) for path in sys.argv[2:]}))
+    print(json.dumps({path: every_way(epath.Path(path)) for path in sys.argv[2:]}))

@@ -1,10 +1,9 @@
-"""Reading a checkpoint on disk: where it is, what arrays it has, how many bytes each takes. Loads no data."""
+"""Reading a checkpoint: where it is, what arrays it has, how many bytes each takes. Loads no data."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from converter import places
 from converter.errors import ConverterError, RequestError, WorldError
-from converter.maxtext.layout import ITEM
+from converter.maxtext.layout import COMMITTED, ITEM
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StoredArray:
       name: key path joined by ".".
       sharding: as Orbax's metadata describe it, None for none.
       write_shape, chunk_shape: outer and inner chunk.
-      stored: bytes it takes on disk, chunks and metadata.
+      stored: bytes it takes, chunks and metadata.
     """
 
     name: str
@@ -61,11 +61,12 @@ class Checkpoint:
         """An array, opened for reading."""
         driver = "zarr3" if self.zarr3 else "zarr"
         store = (
-            {"driver": "ocdbt", "base": _file_spec(self.items), "path": f"{name}/"}
+            {"driver": "ocdbt", "base": places.kvstore(self.items), "path": f"{name}/"}
             if self.ocdbt
-            else _file_spec(self.items / name)
+            else places.kvstore(self.items / name)
         )
-        return ts.open({"driver": driver, "kvstore": store}, open=True, read=True).result()
+        context = ts.Context(places.context(self.items))
+        return ts.open({"driver": driver, "kvstore": store}, open=True, read=True, context=context).result()
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -75,13 +76,13 @@ def find_checkpoint(path: Path) -> Checkpoint:
       RequestError: there is none.
       WorldError: it cannot be read.
     """
-    if "://" in str(path):
-        raise RequestError(f"{path}: only local paths can be read yet")
-    items = _items(Path(os.path.abspath(path)))  # noqa: PTH100 - `..` without following links
+    items = _items(path)
     try:
         metadata = json.loads((items / "_METADATA").read_bytes())
     except ValueError as error:
         raise RequestError(f"{items / '_METADATA'} is not valid JSON") from error
+    except ConverterError:
+        raise
     except OSError as error:
         raise WorldError(f"{items / '_METADATA'} cannot be read: {error.strerror or error}") from error
     ocdbt = metadata.get("use_ocdbt", (items / "manifest.ocdbt").exists())
@@ -94,6 +95,10 @@ def _items(path: Path) -> Path:
     steps = sorted((step for step in path.iterdir() if step.name.isdigit()), key=lambda step: int(step.name))
     for candidate in (path, path / ITEM, path / "default", *(step / ITEM for step in reversed(steps))):
         if (candidate / "_METADATA").is_file():
+            if places.is_remote(path) and not (candidate / COMMITTED).is_file():
+                raise RequestError(
+                    f"{candidate} has no {COMMITTED}, so Orbax does not load it: unfinished, or a copy from a disk"
+                )
             return candidate
     raise RequestError(f"{path} holds no Orbax checkpoint: no _METADATA in it, in its {ITEM} or in a step's {ITEM}")
 
@@ -108,7 +113,7 @@ def _custom_metadata(step: Path) -> Mapping[str, Any]:
 
 def stored_arrays(checkpoint: Checkpoint) -> list[StoredArray]:
     """Every array of the checkpoint, by name."""
-    sizes = dict(_ocdbt_sizes(checkpoint.items) if checkpoint.ocdbt else _file_sizes(checkpoint.items))
+    sizes = dict(_ocdbt_sizes(checkpoint.items) if checkpoint.ocdbt else places.sizes(checkpoint.items))
     per_array: dict[str, int] = {}
     for key, size in sizes.items():
         name = key.partition("/")[0]
@@ -148,16 +153,6 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _file_spec(directory: Path) -> dict[str, str]:
-    return {"driver": "file", "path": f"{directory.resolve()}/"}
-
-
-def _file_sizes(items: Path) -> Iterator[tuple[str, int]]:
-    for path in items.rglob("*"):
-        if path.is_file():
-            yield path.relative_to(items).as_posix(), path.stat().st_size
-
-
 def _ocdbt_sizes(items: Path) -> Iterator[tuple[str, int]]:
     for key, _, _, size in _ocdbt_values(items):
         yield key, size
@@ -165,7 +160,7 @@ def _ocdbt_sizes(items: Path) -> Iterator[tuple[str, int]]:
 
 def _ocdbt_values(items: Path) -> Iterator[tuple[str, str | None, int, int]]:
     """Key, file, offset and bytes of every value in the OCDBT database, from its index alone; no file if inline."""
-    base = ts.KvStore.open(_file_spec(items)).result()
+    base = ts.KvStore.open(places.kvstore(items), context=ts.Context(places.context(items))).result()
 
     def walk(location: str, prefix: bytes) -> Iterator[tuple[str, str | None, int, int]]:
         node = ts.ocdbt.dump(base, location).result()
@@ -205,15 +200,12 @@ def _chunk_counts(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:
     """Array name -> chunks of it that are there in full."""
     keys = []
     if checkpoint.ocdbt:
-        sizes: dict[str, int] = {}
+        sizes = dict(places.sizes(checkpoint.items))
         for key, file, offset, size in _ocdbt_values(checkpoint.items):
-            if file is not None and file not in sizes:
-                path = checkpoint.items / file
-                sizes[file] = path.stat().st_size if path.is_file() else 0
-            if file is None or offset + size <= sizes[file]:
+            if file is None or offset + size <= sizes.get(file, 0):
                 keys.append(key)
     else:
-        keys = [key for key, _ in _file_sizes(checkpoint.items)]
+        keys = [key for key, _ in places.sizes(checkpoint.items)]
     metadata = ("/zarr.json", "/.zarray", "/.zattrs")
     counts: dict[str, int] = {}
     for key in keys:

@@ -11,3 +11,6 @@ ROOT = "params."
 
 PARAMS = "params."
 """Collection of the parameters proper."""
+
+COMMITTED = "commit_success.txt"
+"""Object that makes a folder of a bucket a checkpoint to Orbax (COMMIT_SUCCESS_FILE of its atomicity_types.py)."""

@@ -11,7 +11,9 @@ Pinned to orbax-checkpoint 0.12.8. When an upgrade breaks this file, look at: th
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,11 +119,34 @@ def chunk_shape(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
 
 
+class _ScalarHandler(type_handlers.ScalarHandler):  # type: ignore[misc]
+    """Orbax's, which also hands on what says that the scalars are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: Future[Sequence[future.Future]] = Future()
+
+    async def serialize(
+        self,
+        values: Sequence[Any],
+        infos: Sequence[types.ParamInfo],
+        args: Sequence[types.SaveArgs] | None = None,
+    ) -> Sequence[future.Future]:
+        try:
+            futures: Sequence[future.Future] = await super().serialize(values, infos, args)
+        except BaseException as error:
+            self.begun.set_exception(error)
+            raise
+        self.begun.set_result(futures)
+        return futures
+
+
 class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
     """Creates each leaf's array as Orbax would, then lets `write` fill them all."""
 
-    def __init__(self, typestr: str, threads: int, write: Write) -> None:
+    def __init__(self, typestr: str, threads: int, scalars: _ScalarHandler, write: Write) -> None:
         self._typestr = typestr
+        self._scalars = scalars
         self._threads = threads
         self._write = write
         self._array_metadata_store = array_metadata_store.Store()
@@ -163,6 +188,9 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
             },
             parent=infos[0].ts_context,
         )
+        # One writer after the other: two would contend for the database's manifest.
+        for scalar in await asyncio.wrap_future(self._scalars.begun):
+            await asyncio.to_thread(scalar.result)
         transaction = ts.Transaction(atomic=True) if ocdbt else None
         created, metadatas = [], []
         for leaf, info, arg in zip(values, infos, args, strict=True):
@@ -199,6 +227,7 @@ def save(
     *,
     custom_metadata: Mapping[str, Any],
     threads: int,
+    ts_context: Mapping[str, Any],
     write: Write,
 ) -> None:
     """Save a MaxText checkpoint step of these parameters at `directory`, which appears whole or not at all.
@@ -208,12 +237,17 @@ def save(
       leaves: the parameters.
       custom_metadata: of the step.
       threads: TensorStore's, for what it copies and compresses itself.
+      ts_context: TensorStore's context for the directory.
       write: called with the created arrays; must write every chunk, and return when they are written
         what other files the step is to have, by name.
     """
+    for context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
+        # What Orbax itself reads and writes with TensorStore: the step, and the databases that it merges.
+        context.update(ts_context)
     sharded = bool(leaves) and leaves[0].device_count > 1
-    streamed = _StreamedHandler("jax.Array" if sharded else "np.ndarray", threads, write)
-    handlers = [(int, type_handlers.ScalarHandler()), (Leaf, streamed)]
+    scalars = _ScalarHandler()
+    streamed = _StreamedHandler("jax.Array" if sharded else "np.ndarray", threads, scalars, write)
+    handlers = [(int, scalars), (Leaf, streamed)]
     if sharded:
         # Orbax takes the write shapes that it notes in the tree's metadata from the store of this type's handler.
         handlers.append((jax.Array, streamed))

@@ -1,0 +1,476 @@
+"""Google Cloud Storage: single objects and trees of them, by `gs://` paths, and as the file system behind epath.
+
+Everything but the arrays' data goes through here; TensorStore's own driver moves those, with the retries that
+`TENSORSTORE` asks of it. Credentials are the application's default ones, on GKE those of Workload Identity. Only
+operations on objects are used, so that a role without any right on the bucket itself is enough.
+
+Transient failures (408, 429, 5xx, connections that break or stall, names that do not resolve, damaged downloads) are
+tried again, with jitter, until a deadline; all others end the run at once
+(https://cloud.google.com/storage/docs/retry-strategy). The client library is imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fsspec import register_implementation
+from fsspec.spec import AbstractFileSystem
+
+from converter.errors import RequestError, WorldError
+from converter.maxtext.layout import COMMITTED
+
+if TYPE_CHECKING:
+    from google.cloud.storage import Blob, Client
+    from google.cloud.storage import Bucket as ClientBucket
+
+log = logging.getLogger("converter")
+
+T = TypeVar("T")
+
+SCHEME = "gs://"
+
+DEADLINE_SECONDS = 600.0
+"""How long a transient failure is tried again. Jobs try a whole conversion again after that."""
+
+CLEANING_SECONDS = 15.0
+"""The same for cleaning up at the end; a pod has 30 seconds from SIGTERM on (terminationGracePeriodSeconds)."""
+
+FIRST_WAIT_SECONDS = 0.5
+LONGEST_WAIT_SECONDS = 30.0
+
+TENSORSTORE: dict[str, Any] = {
+    # Waits of 0.5, 1, 2, 4, 8, 16 and then up to 30 seconds, with jitter: ten minutes and the tries themselves.
+    "gcs_request_retries": {"max_retries": 24, "initial_delay": "500ms", "max_delay": "30s"},
+}
+"""Context of TensorStore's driver (https://google.github.io/tensorstore/kvstore/gcs/index.html)."""
+
+_ENVIRONMENT = {
+    # Without these, TensorStore waits for ever on a connection that has died without a word.
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60",
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+    # For traces nobody makes, the client library would ask for the bucket itself.
+    "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA": "true",
+}
+"""https://google.github.io/tensorstore/environment.html, and the client library's _opentelemetry_tracing.py. What the
+user has set stays."""
+
+TIMEOUT_SECONDS = 60.0
+"""Of one request: to connect, and between bytes of the answer."""
+
+_LOG_SECONDS = 60.0
+
+_THREADS = 8
+"""Objects copied or removed at a time; the client library keeps ten connections."""
+
+before_write: list[Callable[[], None]] = []
+"""Called before Orbax writes an object; raises where nothing may be written any more."""
+
+
+class Refused(RequestError, PermissionError):  # noqa: N818 - what it is to the user
+    """The bucket is not there, or these credentials may not do that."""
+
+
+class Unreachable(WorldError, OSError):  # noqa: N818
+    """The bucket did not answer as it should until the deadline."""
+
+
+def configure() -> None:
+    """Make `gs://` paths work in epath, hence in Orbax."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    for name in ("gs", "gcs"):
+        register_implementation(name, _FileSystem, clobber=True)
+
+
+def split(path: object) -> tuple[str, str]:
+    """`gs://bucket/some/name` -> (bucket, some/name)."""
+    bucket, _, name = str(path).removeprefix(SCHEME).partition("/")
+    return bucket, name.strip("/")
+
+
+def read(path: object) -> bytes:
+    """An object's content, its checksum checked.
+
+    Raises:
+      FileNotFoundError: there is no such object.
+    """
+    bucket, name = split(path)
+    content: bytes = call(
+        bucket, lambda: _bucket(bucket).blob(name).download_as_bytes(retry=None, timeout=TIMEOUT_SECONDS)
+    )
+    return content
+
+
+def write(path: object, content: bytes) -> None:
+    """Make or replace an object, which is there whole or not at all."""
+    bucket, name = split(path)
+    call(bucket, lambda: upload(_bucket(bucket).blob(name), content), of="bucket")
+
+
+def upload(blob: Blob, content: bytes, *, generation: int | None = None) -> None:
+    """One try at writing an object; with `generation`, only over that one, 0 being none."""
+    blob.upload_from_string(
+        content,
+        content_type="application/octet-stream",
+        if_generation_match=generation,
+        timeout=TIMEOUT_SECONDS,
+        retry=None,
+    )
+
+
+def get(path: object) -> Blob | None:
+    """An object with its metadata, None where there is none."""
+    bucket, name = split(path)
+    return call(bucket, lambda: _bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS, retry=None))
+
+
+def remove(path: object, *, seconds: float | None = None) -> None:
+    """Remove an object, if it is there."""
+    bucket, name = split(path)
+    _remove(bucket, name, seconds)
+
+
+def sizes(path: object) -> Iterator[tuple[str, int]]:
+    """Name and bytes of every object below a path, by its name from there; what only marks a folder is left out."""
+    bucket, name = split(path)
+    for blob in _list(bucket, name):
+        if not blob.name.endswith("/"):
+            yield _below(blob.name, name), int(blob.size)
+
+
+def children(path: object) -> tuple[dict[str, int], set[str]]:
+    """What lies directly below a path: objects, with their bytes, and folders."""
+    bucket, name = split(path)
+    prefix = f"{name}/" if name else ""
+
+    def ask() -> tuple[list[Blob], set[str]]:
+        found = _client().list_blobs(
+            bucket, prefix=prefix, delimiter="/", timeout=TIMEOUT_SECONDS, retry=None, fields=_FIELDS
+        )
+        return list(found), set(found.prefixes)
+
+    blobs, prefixes = call(bucket, ask, of="bucket")
+    files = {_below(blob.name, name): int(blob.size) for blob in blobs if not blob.name.endswith("/")}
+    return files, {_below(folder, name).rstrip("/") for folder in prefixes}
+
+
+def any_below(path: object) -> bool:
+    """Whether there is any object below a path."""
+    bucket, name = split(path)
+    prefix = f"{name}/" if name else ""
+    found = call(
+        bucket,
+        lambda: list(
+            _client().list_blobs(
+                bucket, prefix=prefix, max_results=1, timeout=TIMEOUT_SECONDS, retry=None, fields=_FIELDS
+            )
+        ),
+        of="bucket",
+    )
+    return bool(found)
+
+
+def remove_tree(path: object, *, seconds: float | None = None) -> None:
+    """Remove every object below a path, first of all what makes it a checkpoint to Orbax."""
+    bucket, name = split(path)
+    names = [blob.name for blob in _list(bucket, name, seconds)]
+    markers = sorted((found for found in names if found.endswith(f"/{COMMITTED}")), key=lambda found: found.count("/"))
+    for marker in markers:
+        _remove(bucket, marker, seconds)
+    _in_parallel(lambda found: _remove(bucket, found, seconds), set(names) - set(markers))
+
+
+def copy_tree(source: object, target: object) -> None:
+    """Copy every object below a path, within the service; last of all what makes it a checkpoint to Orbax."""
+    bucket, name = split(source)
+    other, onto = split(target)
+    names = [blob.name for blob in _list(bucket, name)]
+    markers = sorted((found for found in names if found.endswith(f"/{COMMITTED}")), key=lambda found: -found.count("/"))
+
+    def copy(found: str) -> None:
+        to = _bucket(other).blob(f"{onto}/{_below(found, name)}")
+        call(other, lambda: _rewrite(_bucket(bucket).blob(found), to))
+
+    _in_parallel(copy, set(names) - set(markers))
+    for marker in markers:
+        copy(marker)
+
+
+def call(bucket: str, ask: Callable[[], T], *, seconds: float | None = None, of: str = "object") -> T:
+    """Call, again after transient failures, and turn what remains into one line.
+
+    Args:
+      seconds: to try for; `DEADLINE_SECONDS` if None.
+      of: what HTTP 404 says is missing, object or bucket.
+
+    Raises:
+      FileNotFoundError: no such object.
+      Refused: no such bucket, no credentials, or no permission.
+      Unreachable: no success until the deadline.
+      google.api_core.exceptions.PreconditionFailed: as it is.
+    """
+    from google.api_core.exceptions import PreconditionFailed
+    from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+
+    limit = DEADLINE_SECONDS if seconds is None else seconds
+    try:
+        return Retrying(
+            retry=retry_if_exception(_is_transient),
+            stop=stop_after_delay(limit),
+            wait=wait_random_exponential(multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
+            before_sleep=lambda state: _tell(bucket, state.outcome.exception() if state.outcome else None, limit),
+            reraise=True,
+        )(ask)
+    except PreconditionFailed:
+        raise
+    except Exception as error:
+        raise _translated(bucket, error, of, limit) from error
+
+
+def _translated(bucket: str, error: Exception, of: str, limit: float) -> Exception:
+    from google.auth.exceptions import GoogleAuthError
+
+    where = f"{SCHEME}{bucket}"
+    status = _status(error)
+    if status == 404 and of == "object" and not _missing_bucket(error):
+        return FileNotFoundError(f"{where}: no such object")
+    if status == 404:
+        return Refused(f"there is no bucket {where}; make it or give another")
+    if _is_transient(error):
+        return Unreachable(f"{where} did not answer for {limit:.0f} s: {_reason(error)}; try again later")
+    if status in (401, 403):
+        return Refused(
+            f"no permission on {where} (HTTP {status}): its objects must be readable and writable by these "
+            f"credentials, as with roles/storage.objectUser"
+        )
+    if isinstance(error, GoogleAuthError):
+        return Refused(
+            f"no credentials for {where}: run `gcloud auth application-default login`, or set "
+            f"GOOGLE_APPLICATION_CREDENTIALS ({_reason(error)})"
+        )
+    if status is not None:
+        return Refused(f"{where} refuses the request (HTTP {status}): {_reason(error)}")
+    return error
+
+
+def _missing_bucket(error: Exception) -> bool:
+    return "bucket does not exist" in str(error)
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status behind an exception of the client library."""
+    status = getattr(error, "code", None)
+    if status is None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+    try:
+        return None if status is None else int(status)
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Whether the same request can succeed a moment later."""
+    import requests
+    import urllib3
+    from google.auth.exceptions import RefreshError, TransportError
+    from google.cloud.storage.exceptions import DataCorruption
+
+    status = _status(error)
+    if status is not None:
+        return status >= 500 or status in (408, 429)
+    if isinstance(error, RefreshError):
+        return bool(error.retryable)
+    if isinstance(error, requests.exceptions.InvalidURL | requests.exceptions.MissingSchema):
+        return False
+    return isinstance(
+        error,
+        ConnectionError
+        | TimeoutError
+        | TransportError
+        | DataCorruption
+        | requests.RequestException
+        | urllib3.exceptions.HTTPError,
+    )
+
+
+def _reason(error: BaseException | None) -> str:
+    """Why, in one short line without the request's address and headers."""
+    status = _status(error)
+    if status is not None:
+        import http.client
+
+        return f"HTTP {status} {http.client.responses.get(status, '')}".strip()
+    # requests and urllib3 wrap the reason in representations of each other.
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+_told: dict[str, float] = {}
+_told_lock = threading.Lock()
+
+
+def _tell(bucket: str, error: BaseException | None, limit: float) -> None:
+    """Say that something is tried again, once a minute and bucket."""
+    now = time.monotonic()
+    with _told_lock:
+        if now - _told.get(bucket, -_LOG_SECONDS) < _LOG_SECONDS:
+            return
+        _told[bucket] = now
+    log.warning("%s%s fails for now (%s): trying again for up to %.0f s", SCHEME, bucket, _reason(error), limit)
+
+
+@functools.lru_cache(maxsize=1)
+def _client() -> Client:
+    """The process's client. It asks for no project: none is needed for objects."""
+    from google.cloud import storage
+
+    return storage.Client(project=None)
+
+
+def _bucket(name: str) -> ClientBucket:
+    """A handle, without asking for it."""
+    return _client().bucket(name)
+
+
+_FIELDS = "items(name,size),prefixes,nextPageToken"
+
+
+def _list(bucket: str, name: str, seconds: float | None = None) -> list[Blob]:
+    """Every object below a name."""
+    prefix = f"{name}/" if name else ""
+    return call(
+        bucket,
+        lambda: list(_client().list_blobs(bucket, prefix=prefix, timeout=TIMEOUT_SECONDS, retry=None, fields=_FIELDS)),
+        seconds=seconds,
+        of="bucket",
+    )
+
+
+def _below(name: str, prefix: str) -> str:
+    return name[len(prefix) + 1 :] if prefix else name
+
+
+def _remove(bucket: str, name: str, seconds: float | None) -> None:
+    try:
+        call(bucket, lambda: _bucket(bucket).blob(name).delete(timeout=TIMEOUT_SECONDS, retry=None), seconds=seconds)
+    except FileNotFoundError:
+        return
+
+
+def _rewrite(source: Blob, target: Blob) -> None:
+    """Copy within the service; large objects take several calls, each of which goes on where the last one ended."""
+    token: str | None = None
+    while True:
+        token, _, _ = target.rewrite(source, token=token, timeout=TIMEOUT_SECONDS, retry=None)
+        if token is None:
+            return
+
+
+def _in_parallel(do: Callable[[str], None], names: Iterable[str]) -> None:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bucket") as pool:
+        for _ in pool.map(do, sorted(names)):
+            pass
+
+
+class _Upload(io.BytesIO):
+    """A file that becomes an object when it is closed."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def close(self) -> None:
+        if not self.closed:
+            content = self.getvalue()
+            super().close()
+            for check in before_write:
+                check()
+            write(self._path, content)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            # An unfinished file becomes no object.
+            super().close()
+        self.close()
+
+
+class _FileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """What epath needs of a file system (etils/epath/backend.py). Folders are there as long as something is in them."""
+
+    protocol = ("gs", "gcs")
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        path = self._strip_protocol(path)
+        files, folders = children(path)
+        if not files and not folders:
+            entry = self.info(path)
+            entries = [entry] if entry["type"] == "file" else []
+        else:
+            entries = [_file(f"{path}/{name}", size) for name, size in files.items()]
+            entries += [_folder(f"{path}/{name}") for name in folders]
+        return entries if detail else [entry["name"] for entry in entries]
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path).rstrip("/")
+        if "/" in path and (blob := get(path)) is not None:
+            return _file(path, int(blob.size))
+        if any_below(path) or "/" not in path:
+            return _folder(path)
+        raise FileNotFoundError(f"{SCHEME}{path}")
+
+    def exists(self, path: str, **_: Any) -> bool:
+        try:
+            self.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def isdir(self, path: str) -> bool:
+        return any_below(self._strip_protocol(path))
+
+    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
+        """Nothing to do."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Nothing to do."""
+
+    def rmdir(self, path: str) -> None:
+        """Nothing to do."""
+
+    def rm_file(self, path: str) -> None:
+        remove(self._strip_protocol(path))
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
+        path = self._strip_protocol(path)
+        if recursive:
+            if not any_below(path):
+                raise FileNotFoundError(f"{SCHEME}{path}")
+            remove_tree(path)
+        elif get(path) is None:
+            raise FileNotFoundError(f"{SCHEME}{path}")
+        else:
+            remove(path)
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BytesIO:
+        path = self._strip_protocol(path)
+        if mode == "rb":
+            return io.BytesIO(read(path))
+        if mode == "wb":
+            return _Upload(path)
+        raise NotImplementedError(f"objects cannot be opened as {mode!r}")
+
+
+def _file(path: str, size: int) -> dict[str, Any]:
+    return {"name": path, "size": size, "type": "file"}
+
+
+def _folder(path: str) -> dict[str, Any]:
+    return {"name": path, "size": 0, "type": "directory"}

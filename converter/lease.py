@@ -1,0 +1,179 @@
+"""A lease: one converter at a time writes below a path of a bucket.
+
+An object that is made only where there is none (`ifGenerationMatch=0`, which the service decides atomically) and
+rewritten every `RENEW_SECONDS`. One that was not rewritten for `EXPIRE_SECONDS` belongs to a process that has died,
+and whoever replaces exactly that generation has the lease. All times are the service's own: when the object was
+written, and the `Date` of its answers. A note in it tells the next holder where the last one was writing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from typing import Any
+
+from converter import buckets
+from converter.errors import WorldError
+
+log = logging.getLogger("converter")
+
+RENEW_SECONDS = 20.0
+
+EXPIRE_SECONDS = 100.0
+"""With the time until the next try, less than the two minutes that a killed run may block its successor for."""
+
+
+class Lease:
+    """A lease that this process holds.
+
+    Attributes:
+      path: of the object.
+      note: what its holder, or the dead one it was taken over from, has written into it; empty for nothing.
+    """
+
+    def __init__(self, path: object) -> None:
+        self.path = path
+        self.note = ""
+        self._owner = uuid.uuid4().hex
+        self._bucket, self._name = buckets.split(path)
+        self._generation = 0
+        self._renewed = 0.0
+        self._taken = False
+        self._keep = False
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    def acquire(self) -> None:
+        """Take it.
+
+        Raises:
+          WorldError: another one has it, or the bucket does not answer.
+          RequestError: no such bucket, or no permission.
+        """
+        from google.api_core.exceptions import PreconditionFailed
+
+        try:
+            self._put(0)
+        except PreconditionFailed as error:
+            self._take_over(error)
+        self._thread.start()
+
+    def _take_over(self, refusal: Any) -> None:
+        """Replace the lease of a process that has died."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        found = buckets.get(self.path)
+        if found is None:
+            raise self._held("it was just given back")
+        date = email.utils.parsedate_to_datetime(refusal.response.headers["Date"])
+        age = (date - found.updated).total_seconds()
+        left = EXPIRE_SECONDS - age
+        if left > 0:
+            who = (found.metadata or {}).get("who", "unknown")
+            raise self._held(f"{who} renewed its lease {max(0.0, age):.0f} s ago; a dead one's ends in {left:.0f} s")
+        self.note = (found.metadata or {}).get("note", "")
+        try:
+            self._put(int(found.generation))
+        except PreconditionFailed:
+            raise self._held("it has just taken over a dead one's lease") from None
+        log.info("the lease %s was a dead converter's (%.0f s old): taken over", self.path, age)
+
+    def _held(self, why: str) -> WorldError:
+        return WorldError(f"another converter is writing to {str(self.path).rpartition('/')[0]}: {why}")
+
+    def _put(self, generation: int, *, seconds: float | None = None) -> None:
+        """Write the object over a generation; where an answer got lost, what is there may be our own."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        blob = buckets._bucket(self._bucket).blob(self._name)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        who = f"{socket.gethostname()} (process {os.getpid()})"
+        blob.metadata = {"owner": self._owner, "who": who, "note": self.note}
+        content = json.dumps({"who": who, "renewed": now}).encode()
+        began = time.monotonic()
+        try:
+            buckets.call(
+                self._bucket, lambda: buckets.upload(blob, content, generation=generation), seconds=seconds, of="bucket"
+            )
+        except PreconditionFailed:
+            found = buckets.get(self.path)
+            if found is None or (found.metadata or {}).get("owner") != self._owner:
+                raise
+            blob = found
+        self._generation = int(blob.generation)
+        self._renewed = began
+
+    def _run(self) -> None:
+        while not self._stop.wait(RENEW_SECONDS):
+            try:
+                self._renew(RENEW_SECONDS)
+            except WorldError as error:
+                # Perhaps it works next time; whether too much time has passed is seen in `check` and `confirm`.
+                log.debug("%s", error)
+            except Exception as error:
+                log.warning("the lease %s cannot be renewed: %s", self.path, error)
+
+    def _renew(self, seconds: float | None) -> None:
+        from google.api_core.exceptions import PreconditionFailed
+
+        with self._lock:
+            if self._taken or self._stop.is_set():
+                return
+            try:
+                self._put(self._generation, seconds=seconds)
+            except PreconditionFailed:
+                self._taken = True
+
+    def check(self) -> None:
+        """Raise WorldError where another one has it by now; asks nobody."""
+        if self._taken:
+            raise WorldError(
+                f"another converter has taken over {self.path}, which could not be renewed for {EXPIRE_SECONDS:.0f} s"
+            )
+
+    def confirm(self) -> None:
+        """Raise WorldError where another one may have it by now; asks, unless it was renewed recently."""
+        if time.monotonic() - self._renewed > EXPIRE_SECONDS * 0.8:
+            self._renew(None)
+        self.check()
+
+    def write_note(self, note: str) -> None:
+        """Note something for whoever may inherit the lease."""
+        self.note = note
+        self._renew(None)
+        self.check()
+
+    def keep(self) -> None:
+        """Leave it behind, as a dead process does: something unfinished lies there."""
+        self._keep = True
+
+    @property
+    def kept(self) -> bool:
+        """Whether what lies there is no longer this process's to touch."""
+        return self._keep or self._taken
+
+    def release(self) -> None:
+        """Give it back, or leave it to expire."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        self._stop.set()
+        with self._lock:
+            if self.kept:
+                return
+            blob = buckets._bucket(self._bucket).blob(self._name)
+            try:
+                buckets.call(
+                    self._bucket,
+                    lambda: blob.delete(if_generation_match=self._generation, timeout=10, retry=None),
+                    seconds=buckets.CLEANING_SECONDS,
+                )
+            except (OSError, PreconditionFailed) as error:
+                log.warning("the lease %s was left behind: %s", self.path, error)

@@ -1,0 +1,184 @@
+"""Where things lie that are not a source: on a disk or in a bucket.
+
+A place on a disk is a `pathlib.Path`, one in a bucket an `epath.Path`, which has the same methods. This module has what
+the two do differently; `output` builds on it, and nothing else asks which of the two a path is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from converter.errors import ConverterError, RequestError, WorldError
+
+SCHEME = "gs://"
+
+
+def parse(key: str, text: str) -> Path:
+    """The place that a word of the command line names.
+
+    Raises:
+      RequestError: it can be none.
+    """
+    if text.startswith(SCHEME):
+        return _bucket_path(key, text)
+    if "://" in text:
+        raise RequestError(f"{key}={text}: give a local path or one of a bucket, gs://BUCKET/PATH")
+    path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - `..` without following links
+    try:
+        path.exists()
+    except OSError as error:
+        raise RequestError(f"{key}={text[:100]}...: {error.strerror}") from error
+    return path
+
+
+def _bucket_path(key: str, text: str) -> Path:
+    bucket, _, name = text.removeprefix(SCHEME).rstrip("/").partition("/")
+    # https://cloud.google.com/storage/docs/buckets#naming and .../objects#naming
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{1,220}[a-z0-9]", bucket):
+        raise RequestError(f"{key}={text[:300]}: {bucket[:100]!r} can be no bucket's name")
+    parts = name.split("/") if name else []
+    if any(part in ("", ".", "..") or re.search(r"[\x00-\x1f\x7f#?*\[\]]", part) for part in parts):
+        raise RequestError(f"{key}={text[:300]}: no empty parts, dots or any of # ? * [ ] in a bucket's paths, please")
+    if len(name.encode()) > 600:
+        raise RequestError(f"{key}={text[:100]}...: too long")
+    from etils import epath
+
+    from converter import buckets
+
+    buckets.configure()
+    return cast(Path, epath.Path(text.rstrip("/")))
+
+
+def is_remote(path: Path) -> bool:
+    """Whether a place is in a bucket."""
+    return str(path).startswith(SCHEME)
+
+
+def is_taken(path: Path) -> bool:
+    """Whether there is anything at a place; on a disk, a link that leads nowhere too."""
+    return path.exists() or os.path.lexists(path)
+
+
+def kvstore(directory: Path) -> dict[str, str]:
+    """TensorStore's spec of a directory."""
+    if not is_remote(directory):
+        return {"driver": "file", "path": f"{directory.resolve()}/"}
+    from converter import buckets
+
+    bucket, name = buckets.split(directory)
+    return {"driver": "gcs", "bucket": bucket, "path": f"{name}/"}
+
+
+def context(directory: Path) -> dict[str, Any]:
+    """TensorStore's context for a directory."""
+    if not is_remote(directory):
+        return {}
+    from converter import buckets
+
+    return buckets.TENSORSTORE
+
+
+def sizes(directory: Path) -> Iterator[tuple[str, int]]:
+    """Every file below a directory, by its name from there, with its bytes."""
+    if is_remote(directory):
+        from converter import buckets
+
+        yield from buckets.sizes(directory)
+        return
+    for path in directory.rglob("*"):
+        if path.is_file():
+            yield path.relative_to(directory).as_posix(), path.stat().st_size
+
+
+def check_writable(directory: Path) -> None:
+    """Find out whether files can be made below a directory, which need not exist yet.
+
+    Raises:
+      RequestError: they cannot, or there is no such bucket.
+      WorldError: the bucket does not answer.
+    """
+    if is_remote(directory):
+        from converter import buckets
+
+        probe = directory / f".{uuid.uuid4().hex}.probe"
+        buckets.write(probe, b"")
+        buckets.remove(probe)
+        return
+    found = existing_ancestor(directory)
+    if not found.is_dir():
+        raise RequestError(f"cannot write to {directory}: {found} is a file")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise RequestError(f"cannot write to {directory}: {found} is read-only or not this user's")
+
+
+def existing_ancestor(path: Path) -> Path:
+    """`path` or the nearest directory above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def check_space(directory: Path, needed: int) -> None:
+    """Raise WorldError where less than `needed` bytes are free; a bucket has no end."""
+    if is_remote(directory):
+        return
+    free = shutil.disk_usage(existing_ancestor(directory)).free
+    if free < needed:
+        raise WorldError(
+            f"not enough space in {directory}: about {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
+        )
+
+
+def stop_seconds(directory: Path) -> float | None:
+    """How long what writes to a place may take to stop; a bucket that does not answer could take minutes."""
+    return 10.0 if is_remote(directory) else None
+
+
+def failure(directory: Path, text: str) -> ConverterError | None:
+    """What an error of TensorStore's means for a bucket, None where it is no error of a bucket's."""
+    if not is_remote(directory):
+        return None
+    # The status that the service gave and TensorStore's own words for it.
+    if re.search(r"PERMISSION_DENIED|UNAUTHENTICATED|http_response_code='40[13]'", text):
+        return RequestError(f"no permission to write to {directory} (HTTP 401 or 403); nothing was kept")
+    if re.search(r"http_response_code='404'", text):
+        return RequestError(f"the bucket of {directory} is gone (HTTP 404)")
+    if re.search(
+        r"retry attempts failed|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|DATA_LOSS|checksum"
+        r"|http_response_code=|curl_code=|object metadata|Error (reading|writing|opening|parsing)|\bgcs\b",
+        text,
+    ):
+        reason = re.sub(r"\[http_response_body=.*?\]", "", text)
+        return WorldError(f"writing to {directory} failed: {reason[:300]}; nothing was kept")
+    return None
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all; what cannot be replaced, a device or a mount, is written into."""
+    if is_remote(path):
+        path.write_bytes(content)
+        return
+    if path.exists() and (not path.is_file() or not os.access(path.parent, os.W_OK)):
+        path.write_bytes(content)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        try:
+            partial.replace(path)
+        except OSError:
+            # A file that is a mount of its own.
+            if not path.is_file():
+                raise
+            path.write_bytes(content)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,117 @@
+"""Conversions in processes forked from one that has imported everything: a run costs what it does, not the imports.
+
+As a script it is that process: it reads a JSON line for each run, forks, and prints the child's process id; for a line
+with `wait` it prints how that child ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from running import Run, environment
+
+
+class Forks:
+    """The process to fork from, while used as a context."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._number = 0
+
+    def __enter__(self) -> Forks:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _ask(self, request: Mapping[str, Any]) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def start(self, *words: object, env: Mapping[str, str], settings: Mapping[str, Any]) -> Fork:
+        """Start `to_maxtext`; `settings` are values of the converter's modules, as `buckets.DEADLINE_SECONDS`."""
+        self._number += 1
+        said = self._folder / f"said-{self._number}"
+        pid = self._ask({"words": list(map(str, words)), "env": dict(env), "settings": settings, "said": str(said)})
+        return Fork(self, pid, said)
+
+    def run(self, *words: object, env: Mapping[str, str], settings: Mapping[str, Any]) -> Run:
+        return self.start(*words, env=env, settings=settings).wait()
+
+
+class Fork:
+    """A run."""
+
+    def __init__(self, forks: Forks, pid: int, said: Path) -> None:
+        self._forks = forks
+        self.pid = pid
+        self._said = said
+
+    def kill(self) -> None:
+        """Send SIGKILL; the process may have ended before, but is still this one's child."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> Run:
+        code = self._forks._ask({"wait": self.pid})
+        said = self._said.read_text()
+        self._said.unlink()
+        return Run(code, "", said)
+
+
+def _serve() -> None:
+    import importlib
+
+    import google.cloud.storage  # noqa: F401
+    import jax
+    import orbax.checkpoint  # noqa: F401
+    import tenacity  # noqa: F401
+
+    import converter.convert
+    import converter.run  # noqa: F401
+    from converter import cli
+
+    jax.config.update("jax_platforms", "cpu")
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        pid = os.fork()
+        if pid:
+            print(pid, flush=True)
+            continue
+        said = os.open(request["said"], os.O_WRONLY | os.O_CREAT)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        os.environ.update(request["env"])
+        for name, value in request["settings"].items():
+            module, _, attribute = name.rpartition(".")
+            setattr(importlib.import_module(f"converter.{module}"), attribute, value)
+        code = cli.to_maxtext(request["words"])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,615 @@
+"""Checkpoints in a bucket: written, restored by plain Orbax, replaced, refused, cleaned up; with a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import buckets as servers
+import pytest
+from buckets import TOKEN, Bucket, Server
+from checkpoints import DATA, write_tiny
+from faults import Faults, Proxy
+from running import ROOT, Run, command, environment, start_to_maxtext, to_maxtext, to_maxtext_process
+
+from converter import buckets, cli, lease
+
+SOURCE = DATA / "qwen3" / "hf_bf16"
+ORACLE = json.loads((DATA / "qwen3" / "oracle.json").read_bytes())
+EXPECTED = json.loads((DATA / "qwen3" / "expected_bf16_scan.json").read_bytes())["arrays"]
+
+WORDS = [
+    f"model_name={ORACLE['model_name']}",
+    *(f"{word}={value}" for word, value in ORACLE["words"].items()),
+    f"hf_model_path={SOURCE}",
+]
+
+MARKERS = {"out/0/commit_success.txt", "out/0/items/commit_success.txt"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = servers.start()
+    yield found
+    found.stop()
+    shutil.rmtree(found.folder)
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def bucket(server: Server) -> Bucket:
+    return server.make_bucket(f"bucket-{next(_numbers)}")
+
+
+@pytest.fixture(autouse=True)
+def _fast(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Talk to the server, and do not wait long between tries."""
+    use(server.url, monkeypatch)
+    monkeypatch.setattr(buckets, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(buckets, "LONGEST_WAIT_SECONDS", 0.05)
+    retries = {"max_retries": 20, "initial_delay": "10ms", "max_delay": "50ms"}
+    monkeypatch.setitem(buckets.TENSORSTORE, "gcs_request_retries", retries)
+
+
+def use(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Talk to another address from here on."""
+    for name, value in servers.environment(url).items():
+        monkeypatch.setenv(name, value)
+    buckets._client.cache_clear()
+    buckets._told.clear()
+
+
+def convert(bucket: Bucket, *words: object) -> Run:
+    return to_maxtext(*WORDS, f"base_output_directory={bucket.url('out')}", *words)
+
+
+def read(*words: str) -> Run:
+    """Run another command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main(words)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return Run(code, out.getvalue(), err.getvalue())
+
+
+def refused(run: Run, code: int, part: str) -> None:
+    """One line, no traceback."""
+    assert run.code == code, run.stderr
+    assert len(run.errors) == 1, run.stderr
+    assert part in run.errors[0]
+    assert "Traceback" not in run.stderr
+
+
+def plain_orbax(steps: list[str]) -> dict[str, dict[str, Any]]:
+    """What plain Orbax, through gcsfs and in a process without the converter, restores."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "restoring.py"), "16", *steps],
+        env=environment(),
+        timeout=300,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def check_equals_oracle(ways: Mapping[str, Mapping[str, Any]]) -> None:
+    """Every way gives what MaxText's own converter made."""
+    assert len(ways) == 6
+    for way, found in ways.items():
+        arrays = {name: leaf["sha256"] for name, leaf in found.items() if name.startswith("params.")}
+        assert arrays == {name: entry["sha256"] for name, entry in EXPECTED.items() if name != "step"}, way
+
+
+STORAGES = [
+    (ocdbt, zarr3) for ocdbt in ("true", "false") for zarr3 in ("true", "false")
+]  # fmt: skip
+
+
+def test_every_storage_is_restored_by_plain_orbax(bucket: Bucket) -> None:
+    steps = []
+    for ocdbt, zarr3 in STORAGES:
+        output = bucket.url(f"ocdbt-{ocdbt}/zarr3-{zarr3}")
+        run = to_maxtext(
+            *WORDS,
+            f"base_output_directory={output}",
+            f"checkpoint_storage_use_ocdbt={ocdbt}",
+            f"checkpoint_storage_use_zarr3={zarr3}",
+        )
+        assert run.code == 0, run.stderr
+        assert f"load_parameters_path={output}/0/items" in run.stdout
+        steps.append(f"{output}/0")
+    found = plain_orbax(steps)
+    assert list(found) == steps
+    for ways in found.values():
+        check_equals_oracle(ways)
+    objects = bucket.objects()
+    assert not {name for name in objects if "lease" in name or "probe" in name or "replacement" in name}
+    assert "ocdbt-true/zarr3-true/0/items/manifest.ocdbt" in objects
+    assert "ocdbt-false/zarr3-true/0/items/params.params.token_embedder.embedding/zarr.json" in objects
+    assert "ocdbt-false/zarr3-false/0/items/params.params.token_embedder.embedding/.zarray" in objects
+
+
+def test_bucket_root_is_a_place(bucket: Bucket) -> None:
+    run = to_maxtext(*WORDS, f"base_output_directory={bucket.url()}")
+    assert run.code == 0, run.stderr
+    assert "0/commit_success.txt" in bucket.objects()
+
+
+def test_if_exists(bucket: Bucket) -> None:
+    assert convert(bucket).code == 0
+    before = {name: bucket.read(name) for name in bucket.objects()}
+    refused(convert(bucket), 2, f"{bucket.url('out/0')} exists")
+    skipped = convert(bucket, "--if_exists=skip")
+    assert skipped.code == 0
+    assert "nothing to do" in skipped.stderr
+    refused(convert(bucket, "--if_exists=skip", "scan_layers=false"), 2, "not the complete result of this request")
+    assert {name: bucket.read(name) for name in bucket.objects()} == before
+    replaced = convert(bucket, "--if_exists=overwrite", "scan_layers=false")
+    assert replaced.code == 0, replaced.stderr
+    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    assert not bucket.objects() & set(before) - {name for name in before if not re.search(r"/d/[0-9a-f]{32}$", name)}, (
+        "data of the old checkpoint are left"
+    )
+    listing = json.loads(read("inspect", bucket.url("out"), "--json").stdout)
+    assert listing["custom_metadata"] == {"scan_layers": False}
+    assert read("verify", bucket.url("out"), "--source", str(SOURCE)).code == 0
+
+
+@pytest.mark.parametrize("marker", sorted(MARKERS))
+def test_unfinished_is_not_skipped_nor_removed(marker: str, bucket: Bucket) -> None:
+    """A folder without Orbax's last object that is no run's own: perhaps the copy of a disk's checkpoint."""
+    assert convert(bucket).code == 0
+    (bucket.folder / marker).unlink()
+    before = bucket.objects()
+    for mode in ("refuse", "skip"):
+        refused(convert(bucket, f"--if_exists={mode}"), 2, "exists")
+        assert bucket.objects() == before
+    if "items" in marker:
+        refused(read("inspect", bucket.url("out")), 2, "commit_success.txt")
+    assert convert(bucket, "--if_exists=overwrite").code == 0
+    assert bucket.objects() >= MARKERS
+    assert read("verify", bucket.url("out"), "--source", str(SOURCE)).code == 0
+
+
+def test_what_is_no_checkpoint_is_not_overwritten(bucket: Bucket) -> None:
+    bucket.put("out/0/thesis.txt", b"mine")
+    refused(convert(bucket, "--if_exists=overwrite"), 2, "is no checkpoint")
+    assert bucket.objects() == {"out/0/thesis.txt"}
+
+
+@pytest.mark.parametrize("where", ["base_output_directory=gs://no-such-bucket/out", "--report=gs://no-such-bucket/r"])
+def test_missing_bucket(where: str, bucket: Bucket, tmp_path: Path) -> None:
+    message = tmp_path / "message.json"
+    run = convert(bucket, where, f"--termination_message={message}")
+    refused(run, 2, "there is no bucket gs://no-such-bucket")
+    assert len(run.stderr.splitlines()) == 1
+    assert json.loads(message.read_bytes())["exit_code"] == 2
+    assert bucket.objects() == set()
+
+
+def test_missing_bucket_and_checkpoint_to_read(bucket: Bucket) -> None:
+    for words in (["inspect", "gs://no-such-bucket/a"], ["verify", "gs://no-such-bucket/a", f"--source={SOURCE}"]):
+        refused(read(*words), 2, "there is no bucket gs://no-such-bucket")
+    refused(read("inspect", bucket.url("nothing")), 2, bucket.url("nothing"))
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_bucket_that_cannot_be_written(
+    status: int, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found while planning, and asked once: retrying is useless."""
+    faults = Faults(error=1, statuses=(status,), only=lambda method, _: method in ("POST", "PUT"))
+    with Proxy(server.url, faults) as proxy:
+        use(proxy.url, monkeypatch)
+        run = convert(bucket)
+        assert proxy.count() == 1
+    # To a 401 the client library answers by refreshing its credentials, of which it has none here.
+    refused(run, 2, f"no permission on gs://{bucket.name} (HTTP 403)" if status == 403 else "no credentials")
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_bucket_that_cannot_be_read(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Proxy(server.url, Faults(error=1, statuses=(403,))) as proxy:
+        use(proxy.url, monkeypatch)
+        refused(read("inspect", bucket.url("out")), 2, f"no permission on gs://{bucket.name}")
+        assert proxy.count() <= 2
+
+
+def test_only_objects_are_asked_for(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The role has no right on the bucket itself."""
+    with Proxy(server.url) as proxy:
+        use(proxy.url, monkeypatch)
+        assert convert(bucket).code == 0
+        assert convert(bucket, "--if_exists=overwrite").code == 0
+        assert read("inspect", bucket.url("out")).code == 0
+        addresses = {address for _, address, _ in proxy.requests}
+    assert addresses
+    assert not {address for address in addresses if not re.match(r"/(upload/|download/)?storage/v1/b/[^/]+/o", address)}
+
+
+def test_inspect_is_the_same_as_on_disk(bucket: Bucket, tmp_path: Path) -> None:
+    for output in (bucket.url("out"), tmp_path / "out"):
+        assert to_maxtext(*WORDS, f"base_output_directory={output}").code == 0
+    listings = [
+        json.loads(read("inspect", str(path), "--json").stdout)
+        for path in (bucket.url("out"), bucket.url("out/0"), bucket.url("out/0/items"), tmp_path / "out")
+    ]
+    assert {listing.pop("path") for listing in listings[:3]} == {bucket.url("out/0/items")}
+    del listings[3]["path"]
+    assert listings == [listings[3]] * 4
+    assert {array["name"] for array in listings[0]["arrays"]} == set(EXPECTED)
+
+
+def test_verify_finds_a_difference(bucket: Bucket, tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "one", "qwen3-0.6b", seed=1)
+    other = write_tiny(tmp_path / "other", "qwen3-0.6b", seed=2)
+    run = to_maxtext("model_name=qwen3-0.6b", f"hf_model_path={source}", f"base_output_directory={bucket.url('out')}")
+    assert run.code == 0, run.stderr
+    assert read("verify", bucket.url("out"), "--source", str(source)).code == 0
+    run = read("verify", bucket.url("out"), "--source", str(other))
+    assert run.code == 4
+    assert "params.params.token_embedder.embedding" in run.stdout
+
+
+def test_report(bucket: Bucket) -> None:
+    run = convert(bucket, f"--report={bucket.url('reports/deep/r.json')}")
+    assert run.code == 0, run.stderr
+    report = json.loads(bucket.read("reports/deep/r.json"))
+    assert report["request"]["output"] == bucket.url("out")
+    assert {array["name"] for array in report["arrays"]} == set(EXPECTED) - {"step"}
+    assert {name for name in bucket.objects() if not name.startswith("out/0/")} == {"reports/deep/r.json"}
+
+
+def test_termination_message_is_local(bucket: Bucket) -> None:
+    refused(convert(bucket, f"--termination_message={bucket.url('m')}"), 2, "termination_message")
+
+
+def test_the_token_is_in_no_log(bucket: Bucket, server: Server, tmp_path: Path) -> None:
+    """Whatever ends the run, and whoever logs."""
+    message = tmp_path / "message.json"
+    said = []
+    only_data: Callable[[str, str], bool] = lambda method, address: "ocdbt.process" in address  # noqa: E731
+    for faults in (Faults(), Faults(error=1, statuses=(403,)), Faults(error=1, statuses=(401,), only=only_data)):
+        with Proxy(server.url, faults) as proxy:
+            run = to_maxtext_process(
+                *WORDS,
+                f"base_output_directory={bucket.url('out')}",
+                "--if_exists=overwrite",
+                f"--termination_message={message}",
+                env={**servers.environment(proxy.url), "TENSORSTORE_VERBOSE_LOGGING": "gcs=1"},
+            )
+        said += [str(run.code), run.stdout, run.stderr, message.read_text()]
+    assert said[0::4] == ["0", "2", "2"], said
+    assert TOKEN not in "".join(said)
+    assert not [name for name in bucket.objects() if TOKEN.encode() in bucket.read(name)]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(1, error=0.3),
+        Faults(2, refuse=0.2),
+        Faults(3, lose=0.2),
+        Faults(4, reset=0.2),
+        Faults(5, truncate=0.2),
+        Faults(6, stall=0.1, stall_seconds=0.3),
+    ],
+    ids=["error", "refuse", "lose", "reset", "truncate", "stall"],
+)
+def test_transient_faults_are_tried_again(
+    faults: Faults, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And told of once a minute, not at each try."""
+    with Proxy(server.url, faults) as proxy:
+        use(proxy.url, monkeypatch)
+        run = convert(bucket, "--memory_budget=20kB")
+        assert proxy.count() >= 5
+    assert run.code == 0, run.stderr
+    assert len(re.findall("fails for now", run.stderr)) <= 1
+    use(server.url, monkeypatch)
+    assert read("verify", bucket.url("out"), "--source", str(SOURCE)).code == 0
+    assert bucket.objects() >= MARKERS
+    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+
+
+def test_trying_again_has_an_end(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "DEADLINE_SECONDS", 1.0)
+    with Proxy(server.url, Faults(error=1, statuses=(503,))) as proxy:
+        use(proxy.url, monkeypatch)
+        start = time.monotonic()
+        run = convert(bucket)
+        assert 1 <= time.monotonic() - start < 10
+        assert proxy.count() > 3
+    refused(run, 3, "HTTP 503")
+    assert len(re.findall("fails for now", run.stderr)) == 1
+
+
+def test_failure_in_the_middle_leaves_nothing(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data cannot be written, all else can."""
+    faults = Faults(error=1, statuses=(503,), only=lambda method, address: method == "POST" and "%2Fd%2F" in address)
+    with Proxy(server.url, faults) as proxy:
+        use(proxy.url, monkeypatch)
+        run = convert(bucket)
+        assert proxy.count() >= 20
+    refused(run, 3, "HTTP" if "HTTP" in run.stderr else "503")
+    assert bucket.objects() == set()
+
+
+def slowed(server: Server) -> Proxy:
+    """A bucket that takes its time for each chunk."""
+    return Proxy(
+        server.url,
+        Faults(stall=1, stall_seconds=0.1, only=lambda method, address: method == "POST" and "%2Fc%2F" in address),
+    )
+
+
+def start_slow(bucket: Bucket, proxy: Proxy, *words: object) -> subprocess.Popen[str]:
+    """Start a conversion and wait until it has written some of its data."""
+    process = start_to_maxtext(
+        *WORDS,
+        f"base_output_directory={bucket.url('out')}",
+        "checkpoint_storage_use_ocdbt=false",
+        *words,
+        env=servers.environment(proxy.url),
+    )
+    deadline = time.monotonic() + 60
+    while process.poll() is None and sum("/c/" in name for name in bucket.objects()) < 3:
+        assert time.monotonic() < deadline, "it never began"
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+def check_no_checkpoint(bucket: Bucket) -> None:
+    """Neither plain Orbax nor the converter sees one."""
+    assert not bucket.objects() & MARKERS
+    code = """
+import sys
+import orbax.checkpoint as ocp, orbax.checkpoint.experimental.v1 as v1
+from etils import epath
+output = epath.Path(sys.argv[1])
+with ocp.CheckpointManager(output, item_names=("items",), options=ocp.CheckpointManagerOptions(read_only=True)) as m:
+    assert m.all_steps() == [], m.all_steps()
+for load in (
+    lambda: ocp.PyTreeCheckpointer().restore(output / "0" / "items"),
+    lambda: v1.load(output / "0", checkpointable_name="items"),
+):
+    try:
+        load()
+    except Exception:
+        continue
+    raise AssertionError("something was loaded")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, bucket.url("out")],
+        env=environment(),
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_sigterm_cleans_up(bucket: Bucket, server: Server, tmp_path: Path) -> None:
+    message = tmp_path / "message.json"
+    with slowed(server) as proxy:
+        process = start_slow(bucket, proxy, f"--termination_message={message}")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "Traceback" not in err
+    assert json.loads(message.read_bytes())["exit_code"] == 143
+    assert bucket.objects() == set()
+    assert convert(bucket).code == 0
+
+
+def test_sigterm_while_the_bucket_is_gone(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends in time all the same; the next run cleans up."""
+    with slowed(server) as proxy:
+        process = start_slow(bucket, proxy)
+        proxy.faults = Faults(stall=1, stall_seconds=100)
+        time.sleep(0.5)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 29
+    assert process.returncode == 143, err
+    assert not bucket.objects() & MARKERS
+    assert "out/0.lease" in bucket.objects()
+    refused(convert(bucket), 3, "another converter")
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)
+    assert convert(bucket).code == 0
+    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+
+
+def test_sigkill_and_the_next_run(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The killed one blocks for less than two minutes; whoever comes then starts anew."""
+    with slowed(server) as proxy:
+        process = start_slow(bucket, proxy)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    time.sleep(0.5)
+    left = bucket.objects()
+    assert "out/0.lease" in left
+    check_no_checkpoint(bucket)
+    for mode in ("refuse", "skip", "overwrite"):
+        refused(convert(bucket, f"--if_exists={mode}"), 3, "another converter is writing")
+    assert bucket.objects() == left
+    assert lease.EXPIRE_SECONDS + lease.RENEW_SECONDS <= 120
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 1.0)
+    time.sleep(1)
+    run = convert(bucket)
+    assert run.code == 0, run.stderr
+    assert read("verify", bucket.url("out"), "--source", str(SOURCE)).code == 0
+    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    assert not {name for name in left & bucket.objects() if "/c/" in name}
+
+
+def test_second_converter_is_refused(bucket: Bucket, server: Server) -> None:
+    with slowed(server) as proxy:
+        process = start_slow(bucket, proxy)
+        try:
+            began = time.monotonic()
+            refused(convert(bucket), 3, f"another converter is writing to {bucket.url('out')}")
+            assert time.monotonic() - began < 10
+        finally:
+            _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert read("verify", bucket.url("out"), "--source", str(SOURCE)).code == 0
+
+
+def test_a_taken_lease_ends_the_run(bucket: Bucket, server: Server) -> None:
+    """Frozen for longer than its lease, a converter must not write into what is another's by now."""
+    with slowed(server) as proxy:
+        code = (
+            "import sys; from converter import lease, cli; lease.RENEW_SECONDS = 0.2; "
+            "sys.exit(cli.to_maxtext(sys.argv[1:]))"
+        )
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", code, *WORDS),
+                *(f"base_output_directory={bucket.url('out')}", "checkpoint_storage_use_ocdbt=false"),
+            ],
+            env=environment(servers.environment(proxy.url)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while process.poll() is None and not any("/c/" in name for name in bucket.objects()):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGSTOP)
+        other = lease.Lease(bucket.url("out/0.lease"))
+        blob = buckets.get(other.path)
+        assert blob is not None
+        other._put(int(blob.generation))
+        process.send_signal(signal.SIGCONT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 3, err
+    assert "another converter has taken over" in err
+    assert not bucket.objects() & MARKERS
+    assert "out/0.lease" in bucket.objects()
+
+
+class TestLease:
+    """Leases alone."""
+
+    def test_is_given_back(self, bucket: Bucket) -> None:
+        first = lease.Lease(bucket.url("x/0.lease"))
+        first.acquire()
+        with pytest.raises(Exception, match="another converter"):
+            lease.Lease(bucket.url("x/0.lease")).acquire()
+        first.release()
+        assert bucket.objects() == set()
+        second = lease.Lease(bucket.url("x/0.lease"))
+        second.acquire()
+        assert second.note == ""
+        second.release()
+
+    def test_is_kept_alive(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
+        monkeypatch.setattr(lease, "EXPIRE_SECONDS", 2.5)
+        first = lease.Lease(bucket.url("x/0.lease"))
+        first.acquire()
+        time.sleep(4)
+        with pytest.raises(Exception, match="another converter"):
+            lease.Lease(bucket.url("x/0.lease")).acquire()
+        first.release()
+
+    def test_answers_that_get_lost(self, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was written although nobody said so is its own."""
+        asked: list[str] = []
+
+        def every_other(method: str, address: str) -> bool:
+            if method != "POST":
+                return False
+            asked.append(address)
+            return len(asked) % 2 == 1
+
+        with Proxy(server.url, Faults(lose=1, only=every_other)) as proxy:
+            use(proxy.url, monkeypatch)
+            first = lease.Lease(bucket.url("x/0.lease"))
+            first.acquire()
+            for note in ("a", "b"):
+                first.write_note(note)
+            assert proxy.count("lose") == 3
+            with pytest.raises(Exception, match="another converter"):
+                lease.Lease(bucket.url("x/0.lease")).acquire()
+            first.release()
+
+
+def test_kill_while_an_overwrite_is_published(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new checkpoint is complete by then; the next run, whatever it is asked, puts it into its place."""
+    assert convert(bucket, "scan_layers=false").code == 0
+    faults = Faults(stall=1, stall_seconds=0.5, only=lambda method, address: "rewriteTo" in address)
+    with Proxy(server.url, faults) as proxy:
+        process = subprocess.Popen(
+            command(*WORDS, f"base_output_directory={bucket.url('out')}", "--if_exists=overwrite"),
+            env=environment(servers.environment(proxy.url)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while process.poll() is None and not any("rewriteTo" in address for _, address, _ in proxy.requests):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, err
+    check_no_checkpoint(bucket)
+    assert "out/0.replacement/commit_success.txt" in bucket.objects()
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)
+    run = convert(bucket, "--if_exists=skip")
+    assert run.code == 0, run.stderr
+    assert "nothing to do" in run.stderr
+    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    (ways,) = plain_orbax([bucket.url("out/0")]).values()
+    check_equals_oracle(ways)
+
+
+def test_interrupted_overwrite_keeps_the_old_one(
+    bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert convert(bucket, "scan_layers=false").code == 0
+    before = {name: bucket.read(name) for name in bucket.objects()}
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
+        with slowed(server) as proxy:
+            process = start_to_maxtext(
+                *WORDS,
+                f"base_output_directory={bucket.url('out')}",
+                "--if_exists=overwrite",
+                "checkpoint_storage_use_ocdbt=false",
+                env=servers.environment(proxy.url),
+            )
+            while process.poll() is None and not any(
+                "0.replacement" in name and "/c/" in name for name in bucket.objects()
+            ):
+                time.sleep(0.01)
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == code, err
+        assert {name: bucket.read(name) for name in bucket.objects() if name.startswith("out/0/")} == before
+        if number == signal.SIGTERM:
+            assert bucket.objects() == set(before)
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)
+    time.sleep(2)
+    refused(convert(bucket), 2, "exists")
+    assert bucket.objects() == set(before)
