@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import logging as absl_logging
 
@@ -95,26 +95,41 @@ def verify(argv: list[str]) -> int:
     """`verify`: a checkpoint against its source."""
     parser = _parser("verify", "Read every array back and compare it bit by bit with the Hugging Face repository.")
     parser.add_argument("path", help="the checkpoint: its base directory, step or items directory")
-    parser.add_argument("--source", required=True, help="local folder or hub id it was made from")
+    parser.add_argument("--source", required=True, help="what it was made from, written as hf_model_path")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    for name in ("cache_dir", "spool_dir", "retry_seconds"):
+        parser.add_argument(f"--{name}", help=OPTIONS[name].help)
     parser.add_argument("--model_name", help="needed where neither the checkpoint nor config.json tell")
     parser.add_argument("--threads", type=int, help="default: one per CPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
 
     def run() -> int:
+        from converter.request import make_access, make_spool
         from converter.verification import run_verification
 
         return run_verification(
             Path(options.path),
             source=options.source,
             revision=options.revision,
+            access=make_access(
+                {name: _parsed(name, getattr(options, name)) for name in ("cache_dir", "retry_seconds")}
+            ),
+            spool=make_spool(options.spool_dir),
             model_name=options.model_name,
             threads=options.threads,
             as_json=options.json,
         )
 
     return _guarded(run)
+
+
+def _parsed(name: str, text: str | None) -> Any:
+    """An option of `to-maxtext` given to another command."""
+    try:
+        return OPTIONS[name].default if text is None else OPTIONS[name].parse(text)
+    except ValueError as error:
+        raise RequestError(f"--{name}={text}: {error}") from None
 
 
 def models(argv: list[str]) -> int:

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from converter import memory, output, report
+from converter import fetching, memory, output, report
 from converter.command import load_command
 from converter.errors import ConverterError, RequestError, WorldError
+from converter.fetching import Reads, plan_reads, reading_ahead
 from converter.geometry import check_tensors, make_geometry
 from converter.hf.repository import NUMPY_DTYPES, Repository, locate, open_repository
 from converter.mapping import Geometry, parameters
@@ -24,7 +25,7 @@ from converter.plan import Plan, make_plan
 from converter.progress import Meter, Phases
 from converter.reading import box_reader
 from converter.request import Request
-from converter.schedule import Schedule, default_budget
+from converter.schedule import MAPPED, Schedule, default_budget
 from converter.show import show_plan
 from converter.stream import Writer
 
@@ -62,6 +63,7 @@ class _Planned:
     geometry: Geometry
     plan: Plan
     schedule: Schedule
+    reads: Reads | None
 
 
 def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcome:
@@ -71,7 +73,7 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
       ConverterError: with the line for the user and the exit code.
     """
     with phases.phase("plan"):
-        source = locate(request.source, revision=request.revision, token=request.token)
+        source = locate(request.source, revision=request.revision, access=request.access)
         fingerprint = request.fingerprint(source.identity)
         if not request.dry_run:
             if output.half_swapped(request.output):
@@ -84,11 +86,12 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
             if request.report is not None:
                 output.check_writable(request.report.parent)
     with phases.phase("download"):
-        source = source.fetch(request.token)
+        # Headers are enough for a plan.
+        source = source.streamed() if request.dry_run else source.fetch()
     with phases.phase("plan"):
         planned = make_planned(request, open_repository(source))
     if request.dry_run:
-        show_plan(planned.plan, planned.schedule, expected_stored(planned.plan))
+        show_plan(planned.plan, planned.schedule, expected_stored(planned.plan), planned.reads)
         return Outcome("planned", planned.plan.nbytes, None)
     output.check_space(request.output, expected_stored(planned.plan))
     with output.opened(request.output):
@@ -99,7 +102,7 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
 def make_planned(request: Request, repository: Repository) -> _Planned:
     """The plan of a request for an opened repository."""
     geometry = make_geometry(request, repository.config)
-    check_tensors(request.family, geometry, repository)
+    check_tensors(request.family, geometry, repository, content=not request.dry_run or repository.remote is None)
     made = parameters(
         request.family,
         geometry,
@@ -110,11 +113,17 @@ def make_planned(request: Request, repository: Repository) -> _Planned:
     )
     storage = Storage(request.ocdbt, request.zarr3, request.compression, request.chunk_bytes)
     plan = make_plan(made, repository.positions(), devices=request.devices, scan=request.scan, storage=storage)
-    budget = request.memory_budget or default_budget(plan, request.threads, memory.limit())
+    reading, cached = MAPPED, memory.limit()
+    if repository.remote is not None:
+        reading = fetching.reading(request.threads)
+        # Without a spool nothing is as good as a page cache: the larger the groups, the less is read again.
+        cached = cached if request.spool is not None else 0
+    budget = request.memory_budget or default_budget(plan, request.threads, cached, reading)
     if budget < plan.largest_chunk:
         log.warning("memory_budget=%d is below the largest chunk: raised to its %d bytes", budget, plan.largest_chunk)
         budget = plan.largest_chunk
-    return _Planned(repository, geometry, plan, Schedule(plan, budget, request.threads))
+    schedule = Schedule(plan, budget, request.threads, reading)
+    return _Planned(repository, geometry, plan, schedule, plan_reads(repository, schedule, request.spool))
 
 
 def expected_stored(plan: Plan) -> int:
@@ -148,9 +157,10 @@ def _already_there(request: Request, fingerprint: str) -> bool:
 
 def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memory.Monitor, phases: Phases) -> None:
     plan, repository = planned.plan, planned.repository
+    remote = repository.remote
     memory.use_few_arenas()
     devices.start(request.devices)
-    if plan.largest_chunk >= memory.LARGE_CHUNK_BYTES:
+    if plan.largest_chunk >= memory.LARGE_CHUNK_BYTES or remote is not None:
         memory.return_large_blocks()
     digests = report.Digests()
     stop = threading.Event()
@@ -159,15 +169,18 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
         writer = Writer(
             planned.schedule,
             box_reader(repository),
-            repository.prefetch if planned.schedule.rereads(memory.limit()) else None,
+            repository.prefetch if not remote and planned.schedule.rereads(memory.limit()) else None,
             digests.add if request.report is not None else None,
             meter.add,
             stop,
         )
 
         def write(arrays: list[OpenArray]) -> Mapping[str, bytes]:
-            with phases.phase("write"):
+            with phases.phase("write"), reading_ahead(repository, planned.schedule, planned.reads, stop):
                 writer.write(arrays)
+            if remote is not None:
+                with phases.phase("check"):
+                    remote.check()
             return {output.RECORD: report.record(request, repository, fingerprint)}
 
         _save(request, target, plan, write, stop)

@@ -42,17 +42,36 @@ PROMISED_CHUNKS = 2.5
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What reading the source takes.
+
+    Attributes:
+      memory: bytes.
+      task_bytes: of the source that one task may read, None for any number.
+    """
+
+    memory: int
+    task_bytes: int | None
+
+
+MAPPED = Reading(0, None)
+"""Of files that are mapped: their pages are the kernel's."""
+
+
+@dataclass(frozen=True)
 class Schedule:
     """A plan's chunks in groups.
 
     Attributes:
       budget: bytes of uncompressed chunks in a group; one chunk at least.
       threads: how many threads fill, compress and write.
+      reading: what reading the source takes.
     """
 
     plan: Plan
     budget: int
     threads: int
+    reading: Reading = MAPPED
 
     @cached_property
     def groups(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -90,7 +109,8 @@ class Schedule:
         """Predicted peak of anonymous memory, bytes."""
         chunks = max(self.groups, key=lambda group: sum(chunk.nbytes for chunk in group), default=())
         size = sum(chunk.nbytes for chunk in chunks)
-        return _process(self.plan.devices) + _peak(size, len(chunks), self.plan.largest_chunk, self.threads)
+        process = _process(self.plan.devices) + self.reading.memory
+        return process + _peak(size, len(chunks), self.plan.largest_chunk, self.threads)
 
     def rereads(self, memory_limit: int) -> bool:
         """Whether the page cache is too small for the sources that a pass over them leaves for the next pass.
@@ -129,21 +149,22 @@ def _peak(size: int, count: int, chunk: int, threads: int) -> int:
     return int(size + max(busy, _STORED_FRACTION * busy + batches * _batch(size)))
 
 
-def default_budget(plan: Plan, threads: int, memory_limit: int) -> int:
+def default_budget(plan: Plan, threads: int, memory_limit: int, reading: Reading = MAPPED) -> int:
     """Bytes of chunks in a group: what the promise on memory allows and no more than a quarter of the machine.
 
     Small chunks need less than that to keep the threads busy, and a group that is small itself stays nearer to the
     processor's caches; only where the page cache cannot hold a stack do larger groups save something, reading.
 
     Args:
-      memory_limit: bytes this process may use.
+      memory_limit: bytes this process may use; 0 where nothing caches the source.
+      reading: what reading the source takes.
     """
     chunk = max(1, plan.largest_chunk)
     promised = (PROMISED_BYTES + PROMISED_CHUNKS * chunk) * _MARGIN
-    room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices)
+    room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices) - reading.memory
     counts = range(1, max(2, int(room // chunk) + 1))
     count = max(1, bisect.bisect_right(counts, room, key=lambda count: _peak(count * chunk, count, chunk, threads)))
     enough = threads * math.ceil(_BUSY_BYTES / (chunk * threads))
-    if enough < count and not Schedule(plan, enough * chunk, threads).rereads(memory_limit):
+    if enough < count and not Schedule(plan, enough * chunk, threads, reading).rereads(memory_limit):
         count = enough
     return count * chunk
