@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,9 @@ def running(name: str = "models") -> Iterator[Bucket]:
     server = FakeGCSServer()
     before = os.environ.get("STORAGE_EMULATOR_HOST")
     server.start()
+    # It logs every request into a pipe, and stops when that is full.
+    log = server._process.stderr if server._process is not None else None
+    threading.Thread(target=lambda: log and log.read(), daemon=True).start()
     # The wrapper sets it for this whole process.
     os.environ.pop("STORAGE_EMULATOR_HOST", None)
     if before is not None:
