@@ -23,6 +23,11 @@ Fault = Callable[[str, str], int | None]
 """(method, path) -> an HTTP status to answer with, 0 to drop the connection, None for no fault."""
 
 
+def git_sha1(content: bytes) -> str:
+    """What git calls a file."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 @dataclass
 class Request:
     """One request that the hub got."""
@@ -118,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = []
         for name, content in self.hub.files[commit].items():
             size = self.hub.sizes.get(name, len(content))
-            entry: dict[str, Any] = {"rfilename": name, "size": size, "blobId": "0" * 40}
+            entry: dict[str, Any] = {"rfilename": name, "size": size, "blobId": git_sha1(content)}
             if name.endswith(LARGE):
                 digest = hashlib.sha256(content).hexdigest()
                 entry["lfs"] = {"sha256": digest, "size": size, "pointerSize": 130}

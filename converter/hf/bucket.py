@@ -54,6 +54,8 @@ def find(folder: BucketFolder, *, seconds: float) -> Server:
 
 
 def _list(folder: BucketFolder, url: str, seconds: float) -> list[dict[str, Any]]:
+    from google.auth.exceptions import GoogleAuthError
+
     items: list[dict[str, Any]] = []
     token: str | None = None
     session = _session()
@@ -79,6 +81,8 @@ def _list(folder: BucketFolder, url: str, seconds: float) -> list[dict[str, Any]
             page = retrying.call(ask, what=f"listing {folder}", verdict=_verdict, seconds=seconds)
         except _Answer as error:
             raise _refused(folder, error.status) from None
+        except GoogleAuthError as error:
+            raise RequestError(f"the credentials for {folder} are no good: {retrying.one_line(error)}") from None
         items += page.get("items") or []
         token = page.get("nextPageToken")
         if not token:

@@ -90,6 +90,7 @@ def pin(model: HubModel, cache: Cache) -> Pinned:
             file.size or 0,
             hf_hub_url(repo, file.rfilename, revision=info.sha),
             sha256=file.lfs.sha256 if file.lfs else None,
+            git_sha1=file.blob_id if not file.lfs else None,
         )
         for file in info.siblings or []
     }

@@ -33,6 +33,7 @@ class RemoteFile:
       size: bytes.
       url: where ranges of it are asked for.
       sha256: as the hub knows it.
+      git_sha1: of a small file on the hub, as a git blob.
       crc32c: as a bucket knows it.
       generation: of the object in a bucket.
     """
@@ -41,6 +42,7 @@ class RemoteFile:
     size: int
     url: str
     sha256: str | None = None
+    git_sha1: str | None = None
     crc32c: int | None = None
     generation: str | None = None
 
@@ -135,7 +137,11 @@ def verdict(error: Exception) -> float | None:
     """See `retrying.Verdict`: for what a request can raise."""
     import requests
     import urllib3
+    from google.auth.exceptions import GoogleAuthError
 
+    if isinstance(error, GoogleAuthError):
+        # The server of credentials may be out of reach for a moment; credentials that are no good stay so.
+        return 0.0 if error.retryable else None
     if isinstance(error, _Refused):
         return error.wait if retrying.is_transient_status(error.status) else None
     transient = (requests.RequestException, urllib3.exceptions.HTTPError, OSError)

@@ -292,7 +292,7 @@ def _opened_server(server: Server, data: StreamedFiles) -> _Opened:
     def small(name: str) -> bytes:
         size = server.files[name].size
         check_small(size, label(name))
-        return data.fetch(name, 0, size)
+        return data.whole(name)
 
     def weights(name: str) -> tuple[int, Callable[[int, int], bytes]]:
         if name not in server.files:
