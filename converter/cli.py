@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from absl import logging as absl_logging
 
 from converter import __version__
-from converter.errors import ConverterError, RequestError, Terminated
+from converter.errors import ConverterError, RequestError, Terminated, error_line
 from converter.words import OPTIONS, suggest
 
 log = logging.getLogger("converter")
@@ -176,7 +176,7 @@ def _guarded(run: Callable[[], int]) -> int:
     try:
         return run()
     except ConverterError as error:
-        print(f"converter: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"converter: error: {error_line(error)}", file=sys.stderr)
         return error.exit_code
     except Terminated as error:
         print("converter: ended by SIGTERM; nothing partial was kept", file=sys.stderr)

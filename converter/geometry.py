@@ -103,6 +103,12 @@ def check_tensors(family: Family, geometry: Geometry, repository: Repository, *,
     Raises:
       RequestError: one is none of these.
     """
+    for stack in family.stacks:
+        if geometry.config[stack.layers] > len(repository.tensors):
+            raise RequestError(
+                f"config.json has {geometry.config[stack.layers]} layers, more than the repository has tensors "
+                f"({len(repository.tensors)}); is it complete?"
+            )
     used = stored_shapes(family, geometry.config)
     unused = sorted(set(repository.tensors) - set(used))
     for name in unused:

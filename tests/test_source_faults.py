@@ -106,7 +106,7 @@ def test_runs_with_faults(first: int, bucket: Bucket, folder: Path, expected: di
 # The policy
 
 
-class _Failure(Exception):
+class _Failure(Exception):  # noqa: N818
     def __init__(self, wait: float | None = 0.0) -> None:
         super().__init__("it\nfailed")
         self.wait = wait

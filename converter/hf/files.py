@@ -14,6 +14,8 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_JSON_BYTES = 100_000_000
+_MOST_CONTAINERS, _MOST_VALUES = 1_000_000, 4_000_000
+"""Objects and lists, and values: of 250,000 tensors in one file."""
 
 
 def weight_files(names: Collection[str], index: Callable[[], bytes] | None, label: str, location: str) -> list[str]:
@@ -85,12 +87,22 @@ def check_small(size: int, label: str) -> None:
         raise RequestError(f"{label} is too large for a JSON file of a repository")
 
 
+def check_complexity(content: bytes, label: str) -> None:
+    """Raise RequestError for JSON that would take gigabytes of memory, before it is parsed.
+
+    A list takes 56 bytes of memory for 2 or 3 of text, so the length alone bounds little.
+    """
+    if content.count(b"[") + content.count(b"{") > _MOST_CONTAINERS or content.count(b",") > _MOST_VALUES:
+        raise RequestError(f"{label} describes too much to be the header or configuration of a model")
+
+
 def parse_json(content: bytes, label: str) -> dict[str, Any]:
     """The JSON object that a file holds.
 
     Raises:
       RequestError: it holds none.
     """
+    check_complexity(content, label)
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:

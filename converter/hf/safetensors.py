@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from converter.errors import RequestError
+from converter.hf.files import check_complexity
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
@@ -69,6 +70,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse(label: str, file: str, header: bytes, data_start: int) -> dict[str, StoredTensor]:
+    check_complexity(header, label)
     try:
         entries = json.loads(header, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -91,7 +93,7 @@ def _entry(label: str, file: str, name: str, entry: object, data_start: int) -> 
         raise bad("is not described by an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise bad(f"has the unknown dtype {dtype!r}")
+        raise bad(f"has the unknown dtype {str(dtype)[:100]!r}")
     if not isinstance(shape, list) or not all(_is_size(n) for n in shape):
         raise bad("has no valid shape")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
