@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Callable, Collection
@@ -78,6 +79,8 @@ def read_small(folder: Path, name: str) -> bytes:
     except PermissionError as error:
         raise RequestError(f"{path} may not be read by this user") from error
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise RequestError(f"{path} is a link that leads to itself") from error
         raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
