@@ -163,7 +163,7 @@ def write_header(source: Path, text: bytes, data: bytes = b"") -> None:
 BOMBS: dict[str, Callable[[Path], None]] = {
     "a-header-of-spaces": lambda source: write_header(source, b"{" + b" " * 99_000_000 + b"}"),
     "a-header-of-tensors": lambda source: write_header(
-        source, b"{" + b",".join(b'"%d":{"dtype":"F4","shape":[0],"data_offsets":[0,0]}' % i for i in range(10**6)) + b"}"
+        source, b"{%s}" % b",".join(b'"%d":{"dtype":"F4","shape":[0],"data_offsets":[0,0]}' % i for i in range(10**6))
     ),
     "a-header-of-lists": lambda source: write_header(source, b'{"a":[' + b"[]," * 30_000_000 + b"[]]}"),
     "a-header-of-digits": lambda source: write_header(source, b'{"a":' + b"1" * 90_000_000 + b"}"),
