@@ -149,7 +149,7 @@ class Source:
 
     def streamed(self) -> Source:
         """The same, read from afar, where that is possible: for those who read headers only."""
-        return self if self.server is None else replace(self, download=None)
+        return self.fetch() if self.server is None else replace(self, download=None)
 
 
 def locate(
