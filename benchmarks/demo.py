@@ -106,7 +106,7 @@ def _check_sees_a_flipped_bit(source: Path, output: Path) -> None:
     shutil.copytree(source, broken)
     name = "model.layers.3.mlp.down_proj.weight"
     tensor = open_repository(locate(str(broken), revision=None, token=None)).tensors[name]
-    with tensor.file.open("r+b") as file:
+    with (broken / tensor.file).open("r+b") as file:
         position = tensor.offset + tensor.nbytes // 2
         file.seek(position)
         (value,) = file.read(1)

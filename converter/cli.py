@@ -12,12 +12,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import logging as absl_logging
 
 from converter import __version__, logs, memory
-from converter.errors import ConverterError, RequestError, Terminated
+from converter.errors import ConverterError, RequestError, Terminated, error_line
 from converter.words import OPTIONS, suggest
 
 log = logging.getLogger("converter")
@@ -101,8 +101,10 @@ def verify(argv: list[str]) -> int:
     """`verify`: a checkpoint against its source."""
     parser = _parser("verify", "Read every array back and compare it bit by bit with the Hugging Face repository.")
     parser.add_argument("path", help="the checkpoint: its base directory, step or items directory, local or gs://")
-    parser.add_argument("--source", required=True, help="local folder or hub id it was made from")
+    parser.add_argument("--source", required=True, help="what it was made from, written as hf_model_path")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    for name in ("cache_dir", "spool_dir", "retry_seconds"):
+        parser.add_argument(f"--{name}", help=OPTIONS[name].help)
     parser.add_argument("--model_name", help="needed where neither the checkpoint nor config.json tell")
     parser.add_argument("--threads", type=int, help="default: one per CPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -110,18 +112,31 @@ def verify(argv: list[str]) -> int:
 
     def run() -> int:
         from converter import places
+        from converter.request import make_access, make_spool
         from converter.verification import run_verification
 
         return run_verification(
             places.parse("path", options.path),
             source=options.source,
             revision=options.revision,
+            access=make_access(
+                {name: _parsed(name, getattr(options, name)) for name in ("cache_dir", "retry_seconds")}
+            ),
+            spool=make_spool(options.spool_dir),
             model_name=options.model_name,
             threads=options.threads,
             as_json=options.json,
         )
 
     return _guarded(run)
+
+
+def _parsed(name: str, text: str | None) -> Any:
+    """An option of `to-maxtext` given to another command."""
+    try:
+        return OPTIONS[name].default if text is None else OPTIONS[name].parse(text)
+    except ValueError as error:
+        raise RequestError(f"--{name}={text}: {error}") from None
 
 
 def models(argv: list[str]) -> int:
@@ -170,7 +185,7 @@ def _guarded(run: Callable[[], int], *, as_json: bool = False) -> int:
     try:
         return run()
     except ConverterError as error:
-        logs.error(f"error: {' '.join(str(error).split())}", error.exit_code, as_json=as_json)
+        logs.error(f"error: {error_line(error)}", error.exit_code, as_json=as_json)
         if error.stuck:
             _exit_now(error.exit_code)
         return error.exit_code

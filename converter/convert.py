@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from converter import memory, output, places, report
+from converter import fetching, memory, output, places, report
 from converter.command import load_command
 from converter.errors import ConverterError, RequestError, WorldError
+from converter.fetching import Reads, plan_reads, reading_ahead
 from converter.geometry import check_tensors, make_geometry
 from converter.hf.repository import NUMPY_DTYPES, Repository, locate, open_repository
 from converter.mapping import Geometry, parameters
@@ -24,7 +25,7 @@ from converter.plan import Plan, make_plan
 from converter.progress import Meter, Phases
 from converter.reading import box_reader
 from converter.request import Request
-from converter.schedule import Schedule, make_schedule
+from converter.schedule import MAPPED, Schedule, make_schedule
 from converter.show import show_plan
 from converter.stream import Writer
 
@@ -62,6 +63,7 @@ class _Planned:
     geometry: Geometry
     plan: Plan
     schedule: Schedule
+    reads: Reads | None
 
 
 def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcome:
@@ -71,7 +73,7 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
       ConverterError: with the line for the user and the exit code.
     """
     with phases.phase("plan"):
-        source = locate(request.source, revision=request.revision, token=request.token)
+        source = locate(request.source, revision=request.revision, access=request.access)
         fingerprint = request.fingerprint(source.identity)
         if not request.dry_run:
             if output.interrupted(request.output):
@@ -84,11 +86,12 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
             if request.report is not None:
                 places.check_writable(request.report.parent)
     with phases.phase("download"):
-        source = source.fetch(request.token)
+        # Headers are enough for a plan.
+        source = source.streamed() if request.dry_run else source.fetch()
     with phases.phase("plan"):
         planned = make_planned(request, open_repository(source))
     if request.dry_run:
-        show_plan(planned.plan, planned.schedule, expected_stored(planned.plan))
+        show_plan(planned.plan, planned.schedule, expected_stored(planned.plan), planned.reads)
         return Outcome("planned", planned.plan.nbytes, None)
     places.check_space(request.output, expected_stored(planned.plan))
     with output.opened(request.output) as hold:
@@ -107,14 +110,20 @@ def make_planned(request: Request, repository: Repository) -> _Planned:
         scan=request.scan,
         scan_axis=request.scan_axis,
     )
-    check_tensors(request.family, geometry, repository)
+    check_tensors(request.family, geometry, repository, content=not request.dry_run or repository.remote is None)
     storage = Storage(request.ocdbt, request.zarr3, request.compression, request.chunk_bytes)
     plan = make_plan(made, repository.positions(), devices=request.devices, scan=request.scan, storage=storage)
+    reading, cached = MAPPED, memory.limit()
+    if repository.remote is not None:
+        reading = fetching.reading(request.threads)
+        # Without a spool nothing is as good as a page cache: the larger the groups, the less is read again.
+        cached = cached if request.spool is not None else 0
     budget = request.memory_budget
     if budget is not None and budget < plan.largest_chunk:
         log.warning("memory_budget=%d is below the largest chunk: raised to its %d bytes", budget, plan.largest_chunk)
         budget = plan.largest_chunk
-    return _Planned(repository, geometry, plan, make_schedule(plan, budget, request.threads, memory.limit()))
+    schedule = make_schedule(plan, budget, request.threads, cached, reading)
+    return _Planned(repository, geometry, plan, schedule, plan_reads(repository, schedule, request.spool))
 
 
 def expected_stored(plan: Plan) -> int:
@@ -155,8 +164,9 @@ def _write(
     hold: output.Hold,
 ) -> None:
     plan, repository = planned.plan, planned.repository
+    remote = repository.remote
     devices.start(request.devices)
-    if planned.schedule.returns_memory:
+    if planned.schedule.returns_memory or remote is not None:
         memory.return_large_blocks()
     digests = report.Digests()
     stop = threading.Event()
@@ -166,15 +176,18 @@ def _write(
         writer = Writer(
             planned.schedule,
             box_reader(repository),
-            repository.prefetch if planned.schedule.rereads(memory.limit()) else None,
+            repository.prefetch if not remote and planned.schedule.rereads(memory.limit()) else None,
             digests.add if request.report is not None else None,
             meter.add,
             stop,
         )
 
         def write(arrays: list[OpenArray]) -> Mapping[str, bytes]:
-            with phases.phase("write"):
+            with phases.phase("write"), reading_ahead(repository, planned.schedule, planned.reads, stop):
                 writer.write(arrays)
+            if remote is not None:
+                with phases.phase("check"):
+                    remote.check()
             return {output.RECORD: report.record(request, repository, fingerprint)}
 
         _save(request, target, plan, write, stop, hold)

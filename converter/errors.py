@@ -40,3 +40,12 @@ class Terminated(BaseException):
     """SIGTERM arrived. Not an `Exception`, so that nothing on the way out mistakes it for a failure."""
 
     exit_code = 143
+
+
+_LONGEST_LINE = 2000
+
+
+def error_line(error: BaseException) -> str:
+    """An error's text as one printable line of bounded length, whatever a hostile file made it quote."""
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(str(error).split()))
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import converter
-from converter.hf.repository import Repository
+from converter.hf.repository import Repository, SourceFile
 from converter.memory import Usage, cgroup_peak
 from converter.plan import Chunk, Plan
 from converter.request import Request
@@ -50,8 +50,15 @@ def source_entry(repository: Repository) -> dict[str, Any]:
     return {
         "repository": repository.name,
         "revision": repository.revision,
-        "files": [{"name": file.name, "bytes": file.size, "sha256": file.sha256} for file in repository.files],
+        "files": [_file_entry(file) for file in repository.files],
     }
+
+
+def _file_entry(file: SourceFile) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": file.name, "bytes": file.size, "sha256": file.sha256}
+    if file.generation is not None:
+        entry |= {"generation": file.generation, "crc32c": file.crc32c and f"{file.crc32c:08x}"}
+    return entry
 
 
 def request_entry(request: Request) -> dict[str, Any]:

@@ -6,13 +6,16 @@ import datetime
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from converter import places
 from converter.errors import RequestError
+from converter.hf.repository import NO_CACHE, Access
+from converter.hf.spool import free_bytes
 from converter.maxtext.devices import MAX_DEVICES
 from converter.maxtext.layout import STEP
 from converter.models import MODELS
@@ -35,7 +38,8 @@ class Request:
       model_name: the name it was asked for by.
       source: local folder or hub id.
       revision: hub revision, None for the default branch or a folder.
-      token: for the hub.
+      access: how remote sources are reached, the hub's token included.
+      spool: folder for what is read more than once of a remote source, None for none.
       output: the place that gets `0/items`, on a disk or in a bucket.
       scan, scan_axis: whether layers are stacked, and on which axis.
       devices: simulated devices.
@@ -54,7 +58,8 @@ class Request:
     model_name: str
     source: str
     revision: str | None
-    token: str | None = field(repr=False)
+    access: Access
+    spool: Path | None
     output: Path
     run_name: str
     scan: bool
@@ -170,7 +175,8 @@ def make_request(words: Words) -> Request:
         model_name=name,
         source=values["hf_model_path"] or family.models[name].hub,
         revision=values["revision"],
-        token=values["hf_access_token"] or os.environ.get("HF_TOKEN") or None,
+        access=make_access(values),
+        spool=make_spool(values["spool_dir"]),
         output=output,
         run_name=run_name,
         scan=values["scan_layers"],
@@ -197,6 +203,47 @@ def make_request(words: Words) -> Request:
 def _default_run_name(model_name: str) -> str:
     """MaxText's default (configs/types.py)."""
     return f"{model_name}_{datetime.datetime.now():%Y-%m-%d-%H-%M}"
+
+
+def make_access(values: Mapping[str, Any]) -> Access:
+    """How remote sources are reached, from the words for that.
+
+    Raises:
+      RequestError: the cache's folder cannot be one.
+    """
+    kept = values.get("cache_dir") or None
+    if kept is not None and kept != NO_CACHE:
+        kept = str(_local_path("cache_dir", kept))
+        places.check_writable(Path(kept))
+    token = values.get("hf_access_token") or os.environ.get("HF_TOKEN") or None
+    return Access(token, kept, values["retry_seconds"])
+
+
+def make_spool(text: str | None) -> Path | None:
+    """The folder for what is read more than once of a remote source.
+
+    Raises:
+      RequestError: it cannot be that.
+    """
+    if text == NO_CACHE:
+        return None
+    if not text:
+        return Path(tempfile.gettempdir())
+    path = Path(text).expanduser()
+    if free_bytes(path) == 0:
+        raise RequestError(f"spool_dir={text}: give an existing directory on a disk that may be written to, or none")
+    return path
+
+
+def _local_path(key: str, text: str) -> Path:
+    if "://" in text:
+        raise RequestError(f"{key}={text[:200]}: give a local folder")
+    path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - `..` without following links
+    try:
+        path.exists()
+    except OSError as error:
+        raise RequestError(f"{key}={text[:100]}...: {error.strerror}") from error
+    return path
 
 
 def _check_environment(values: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from converter import memory, places, report
 from converter.convert import Outcome, convert
-from converter.errors import ConverterError, RequestError, Terminated
+from converter.errors import ConverterError, RequestError, Terminated, error_line
 from converter.logs import Heartbeat
 from converter.progress import Phases
 from converter.request import Request, make_request
@@ -96,7 +96,7 @@ def _write_message(
     if failure is None:
         code, error = 0, None
     elif isinstance(failure, ConverterError | Terminated):
-        code, error = failure.exit_code, " ".join(str(failure).split()) or "ended by SIGTERM"
+        code, error = failure.exit_code, error_line(failure) or "ended by SIGTERM"
     elif isinstance(failure, KeyboardInterrupt):
         code, error = 130, "interrupted"
     else:

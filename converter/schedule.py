@@ -45,6 +45,23 @@ PROMISED_CHUNKS = 2.5
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What reading the source takes.
+
+    Attributes:
+      memory: bytes.
+      task_bytes: of the source that one task may read, None for any number.
+    """
+
+    memory: int
+    task_bytes: int | None
+
+
+MAPPED = Reading(0, None)
+"""Of files that are mapped: their pages are the kernel's."""
+
+
+@dataclass(frozen=True)
 class Schedule:
     """A plan's chunks in groups.
 
@@ -52,12 +69,14 @@ class Schedule:
       budget: bytes of uncompressed chunks in memory; one chunk at least.
       threads: how many threads fill, compress and write.
       at_once: groups in memory: with two, the next one is filled while the last one is compressed.
+      reading: what reading the source takes.
     """
 
     plan: Plan
     budget: int
     threads: int
     at_once: int
+    reading: Reading = MAPPED
 
     @property
     def group_budget(self) -> int:
@@ -106,7 +125,8 @@ class Schedule:
         at_once = [self.groups[i : i + self.at_once] for i in range(max(1, len(self.groups) - self.at_once + 1))]
         size = max(sum(chunk.nbytes for group in groups for chunk in group) for groups in at_once)
         count = max(sum(len(group) for group in groups) for groups in at_once)
-        return _process(self.plan.devices) + _peak(size, count, self.plan.largest_chunk, self.threads)
+        process = _process(self.plan.devices) + self.reading.memory
+        return process + _peak(size, count, self.plan.largest_chunk, self.threads)
 
     def rereads(self, memory_limit: int) -> bool:
         """Whether the page cache is too small for the sources that a pass over them leaves for the next pass.
@@ -149,7 +169,9 @@ def _peak(size: int, count: int, chunk: int, threads: int) -> int:
     return int(size + min(count, threads) * stored + committing)
 
 
-def make_schedule(plan: Plan, budget: int | None, threads: int, memory_limit: int) -> Schedule:
+def make_schedule(
+    plan: Plan, budget: int | None, threads: int, memory_limit: int, reading: Reading = MAPPED
+) -> Schedule:
     """Choose the groups; None leaves the budget to what the promise on memory allows.
 
     Where the page cache holds the sources, two small groups at a time keep all threads busy; where it does not, a
@@ -157,22 +179,23 @@ def make_schedule(plan: Plan, budget: int | None, threads: int, memory_limit: in
 
     Args:
       budget: bytes of chunks in memory, as the user gave it.
-      memory_limit: bytes this process may use.
+      memory_limit: bytes this process may use; 0 where nothing caches the source.
+      reading: what reading the source takes.
     """
     chunk = max(1, plan.largest_chunk)
-    promised = _promised_budget(plan, threads, memory_limit) if budget is None else budget
+    promised = _promised_budget(plan, threads, memory_limit, reading) if budget is None else budget
     enough = 2 * chunk * math.ceil(max(_BUSY_BYTES / chunk, threads) / 2)
-    overlapped = Schedule(plan, promised if budget is not None else min(promised, enough), threads, 2)
+    overlapped = Schedule(plan, promised if budget is not None else min(promised, enough), threads, 2, reading)
     if promised < 2 * chunk or overlapped.rereads(memory_limit):
-        return Schedule(plan, promised, threads, 1)
+        return Schedule(plan, promised, threads, 1, reading)
     return overlapped
 
 
-def _promised_budget(plan: Plan, threads: int, memory_limit: int) -> int:
+def _promised_budget(plan: Plan, threads: int, memory_limit: int, reading: Reading) -> int:
     """Bytes of chunks that the promise on memory allows, and no more than a quarter of the machine."""
     chunk = max(1, plan.largest_chunk)
     promised = (PROMISED_BYTES + PROMISED_CHUNKS * chunk) * _MARGIN
-    room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices)
+    room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices) - reading.memory
     counts = range(1, max(2, int(room // chunk) + 1))
     count = max(1, bisect.bisect_right(counts, room, key=lambda count: _peak(count * chunk, count, chunk, threads)))
     return count * chunk

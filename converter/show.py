@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from converter.fetching import Reads
 from converter.maxtext.devices import Partition
 from converter.plan import ArrayPlan, Plan
 from converter.schedule import Schedule
@@ -46,11 +47,12 @@ def _sources(array: ArrayPlan) -> str:
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]} .. {distinct[-1]} ({len(distinct)})"
 
 
-def show_plan(plan: Plan, schedule: Schedule, stored: int) -> None:
+def show_plan(plan: Plan, schedule: Schedule, stored: int, reads: Reads | None = None) -> None:
     """Print what a conversion would write and take.
 
     Args:
       stored: expected bytes on disk.
+      reads: what comes over the network, None where the source is here.
     """
     rows = [
         (
@@ -74,7 +76,16 @@ def show_plan(plan: Plan, schedule: Schedule, stored: int) -> None:
     print(f"predicted peak memory (anonymous): {schedule.peak_memory:,} bytes")
     print(f"expected on disk: {stored:,} to {plan.nbytes:,} bytes")
     most = max((schedule.passes(array) for array in plan.arrays if array.strided), default=1)
-    if most > 1:
+    if reads is not None:
+        print(f"to be read over the network: {reads.nbytes:,} bytes, without a local cache")
+        if reads.spool is not None:
+            print(f"kept in {reads.spool} while it is needed again: at most {reads.spool_bytes:,} bytes")
+        elif reads.spool_bytes:
+            print(
+                f"read up to {most} times over the network: give --spool_dir a directory with {reads.spool_bytes:,} "
+                "bytes of disk, or a larger --memory_budget"
+            )
+    elif most > 1:
         print(
             f"sources are walked up to {most} times: from the page cache where it holds the tensors of one array, "
             "from disk where it does not; a larger --memory_budget walks them less often"

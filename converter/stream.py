@@ -27,6 +27,9 @@ _TASK_BYTES = 4 << 20
 _BUNDLE = 64
 """Tasks at most that a thread takes at once where they are small."""
 
+_ELEMENT_BYTES = 2
+"""Of a source's element, mostly."""
+
 _PARALLEL_ZSTD_BYTES = 16 << 20
 """Chunks from this size on are compressed by several threads when there are fewer chunks than threads."""
 
@@ -106,12 +109,12 @@ class Writer:
     def _fill(
         self, pool: ThreadPoolExecutor, group: tuple[Chunk, ...], buffers: dict[Chunk, np.ndarray], *, backwards: bool
     ) -> None:
-        tasks = list(_tasks(group))
+        tasks = list(tasks_of(group, self.schedule.reading.task_bytes))
         if backwards:
             # What the last walk read last is still in the page cache.
             tasks.reverse()
 
-        def fill(tasks: Sequence[_Task]) -> None:
+        def fill(tasks: Sequence[Task]) -> None:
             if self.stop.is_set():
                 raise Stopped
             for task in tasks:
@@ -214,7 +217,7 @@ def _buffers(group: tuple[Chunk, ...], block: np.ndarray) -> dict[Chunk, np.ndar
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
     """Copy a box of a piece's view into a box of a chunk's buffer; `first`: no earlier task reads those rows."""
 
     piece: Piece
@@ -229,9 +232,9 @@ class _Task:
         return count * self.chunk.array.dtype.itemsize
 
 
-def _bundles(tasks: Iterable[_Task]) -> Iterator[list[_Task]]:
+def _bundles(tasks: Iterable[Task]) -> Iterator[list[Task]]:
     """Small tasks together: for a vector of a few bytes, handing it to a thread would take longer than the copy."""
-    bundle: list[_Task] = []
+    bundle: list[Task] = []
     size = 0
     for task in tasks:
         bundle.append(task)
@@ -243,8 +246,12 @@ def _bundles(tasks: Iterable[_Task]) -> Iterator[list[_Task]]:
         yield bundle
 
 
-def _tasks(group: tuple[Chunk, ...]) -> Iterator[_Task]:
-    """What fills a group, ordered so that tasks which read the same rows come together."""
+def tasks_of(group: tuple[Chunk, ...], read_bytes: int | None) -> Iterator[Task]:
+    """What fills a group, ordered so that tasks which read the same rows come together.
+
+    Args:
+      read_bytes: of the source that one task may read, None for any number.
+    """
     by_array: dict[int, list[Chunk]] = {}
     for chunk in group:
         by_array.setdefault(id(chunk.array), []).append(chunk)
@@ -253,8 +260,8 @@ def _tasks(group: tuple[Chunk, ...]) -> Iterator[_Task]:
             boxes = [(chunk, *found) for chunk in chunks if (found := intersect(piece, chunk.box))]
             parts = [
                 [
-                    _Task(piece, chunk, *box, first=not (i and chunk.array.strided))
-                    for box in _split(piece, chunk, target, source)
+                    Task(piece, chunk, *box, first=not (i and chunk.array.strided))
+                    for box in _split(piece, chunk, target, source, read_bytes)
                 ]
                 for i, (chunk, target, source) in enumerate(boxes)
             ]
@@ -277,12 +284,15 @@ def intersect(piece: Piece, box: Box) -> tuple[Box, Box] | None:
     return tuple(target), tuple(source)
 
 
-def _split(piece: Piece, chunk: Chunk, target: Box, source: Box) -> Iterator[tuple[Box, Box]]:
+def _split(piece: Piece, chunk: Chunk, target: Box, source: Box, read_bytes: int | None) -> Iterator[tuple[Box, Box]]:
     """Cut a copy into tasks of about `_TASK_BYTES` along the axis that lies outermost in the file."""
     outer = piece.view.outer_axis
     sizes = [part.stop - part.start for part in source]
     total = int(np.prod(sizes, dtype=np.int64)) * chunk.array.dtype.itemsize
     rows = max(1, sizes[outer] * _TASK_BYTES // max(1, total))
+    if read_bytes is not None:
+        read = piece.view.narrowed(source)[0]
+        rows = max(1, min(rows, sizes[outer] * read_bytes // max(1, (read.stop - read.start) * _ELEMENT_BYTES)))
     step = target[outer].step or 1
     for first in range(0, sizes[outer], rows):
         last = min(first + rows, sizes[outer])

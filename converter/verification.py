@@ -20,8 +20,9 @@ import numpy as np
 from converter import memory, output
 from converter.copying import boxes, copy_box
 from converter.errors import CheckError, RequestError
+from converter.fetching import tensors_held
 from converter.geometry import check_architecture
-from converter.hf.repository import Repository, locate, open_repository
+from converter.hf.repository import Access, Repository, locate, open_repository
 from converter.layers import blocks
 from converter.mapping import Box, Geometry, Parameter, parameters
 from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, stored_arrays
@@ -49,17 +50,27 @@ class Difference:
 
 
 def run_verification(
-    path: Path, *, source: str, revision: str | None, model_name: str | None, threads: int | None, as_json: bool
+    path: Path,
+    *,
+    source: str,
+    revision: str | None,
+    access: Access,
+    spool: Path | None,
+    model_name: str | None,
+    threads: int | None,
+    as_json: bool,
 ) -> int:
     """Compare, print the differences; 0 when there are none.
+
+    Args:
+      access, spool: as those of a conversion's request.
 
     Raises:
       CheckError: there are.
       RequestError: checkpoint or source are not what can be compared.
     """
     checkpoint = find_checkpoint(path)
-    located = locate(source, revision=revision, token=os.environ.get("HF_TOKEN")).fetch(os.environ.get("HF_TOKEN"))
-    repository = open_repository(located)
+    repository = open_repository(locate(source, revision=revision, access=access).fetch())
     stored = {array.name: array for array in stored_arrays(checkpoint)}
     name = model_name or _recorded_name(checkpoint)
     family = _family(name, repository)
@@ -72,7 +83,10 @@ def run_verification(
     total = sum(stored[ROOT + parameter.path].nbytes for parameter in comparable)
     with memory.Monitor() as monitor, Meter("verifying", total, monitor) as meter:
         for parameter in comparable:
-            differences += _content(checkpoint, stored[ROOT + parameter.path], parameter, read, count, meter)
+            with tensors_held(repository, [piece.tensor for piece in parameter.pieces], spool, count):
+                differences += _content(checkpoint, stored[ROOT + parameter.path], parameter, read, count, meter)
+        if repository.remote is not None:
+            repository.remote.check()
     if as_json:
         entries = [{"array": difference.name, "difference": difference.what} for difference in differences]
         print(json.dumps({"arrays": len(expected), "bytes": total, "differences": entries}, indent=1))

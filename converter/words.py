@@ -69,6 +69,14 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def parse_seconds(text: str) -> int:
+    """A whole number of seconds, at most a week."""
+    seconds = parse_count(text.removesuffix("s"))
+    if not 0 <= seconds <= 7 * 86400:
+        raise ValueError("give seconds, 0 to 604800")
+    return seconds
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """A parser for a closed set of words."""
 
@@ -116,9 +124,12 @@ OPTIONS: Mapping[str, Option] = {
     "simulated_cpu_devices_count": Option(parse_count, "devices the arrays are sharded over, 1 to 1024", 16),
     "lazy_load_tensors": Option(parse_bool, "no effect: reading is streamed"),
     "eager_load_method": Option(str, "no effect: reading is streamed"),
-    "hf_model_path": Option(str, "local folder or hub id instead of the model's own repository"),
+    "hf_model_path": Option(str, "folder, org/name, hf://org/name@revision or gs://bucket/folder"),
     "revision": Option(str, "branch, tag or commit on the hub"),
     "save_dtype": Option(one_of("bfloat16", "float32", "float8_e4m3fn"), "bfloat16 or float32", "bfloat16"),
+    "cache_dir": Option(str, "keep remote files there, or none: read byte ranges (default: the hub's cache)", own=True),
+    "spool_dir": Option(str, "keep what is read twice there, or none (default: where temporary files are)", own=True),
+    "retry_seconds": Option(parse_seconds, "how long a request that fails is tried again", 300, own=True),
     "memory_budget": Option(parse_bytes, "bytes of chunks in flight, as 256MB (default: by the machine)", own=True),
     "threads": Option(parse_count, "threads that fill, compress and write (default: one per CPU)", own=True),
     "chunk_byte_size": Option(parse_bytes, "largest stored chunk; larger shards are cut", 2 << 30, own=True),

@@ -6,13 +6,14 @@ media uploads that TensorStore makes, so it is no place for two writers to one O
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -64,6 +65,21 @@ class Bucket:
         address = f"{self.server}/upload/storage/v1/b/{self.name}/o?uploadType=media&name={quote(name, safe='')}"
         urllib.request.urlopen(urllib.request.Request(address, content)).read()
 
+    def add(self, folder: Path, prefix: str) -> str:
+        """Upload a folder's files; the `gs://` path of what they make up."""
+        for path in folder.rglob("*"):
+            if path.is_file():
+                self.put(f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
+        return self.url(prefix)
+
+    def remove(self, name: str) -> None:
+        address = f"{self.server}/storage/v1/b/{self.name}/o/{quote(name, safe='')}"
+        urllib.request.urlopen(urllib.request.Request(address, method="DELETE")).read()
+
+    def environment(self, server: str | None = None) -> Mapping[str, str]:
+        """What points a process at the bucket's server, or at a proxy before it."""
+        return environment(server or self.server)
+
     def read(self, name: str) -> bytes:
         return (self.folder / name).read_bytes()
 
@@ -106,3 +122,13 @@ def environment(url: str) -> Mapping[str, str]:
         # gcsfs would ask Google itself what kind of bucket it is.
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     }
+
+
+@contextlib.contextmanager
+def running(name: str = "models") -> Iterator[Bucket]:
+    """A server with an empty bucket."""
+    server = start()
+    try:
+        yield server.make_bucket(name)
+    finally:
+        server.stop()

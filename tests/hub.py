@@ -23,6 +23,11 @@ Fault = Callable[[str, str], int | None]
 """(method, path) -> an HTTP status to answer with, 0 to drop the connection, None for no fault."""
 
 
+def git_sha1(content: bytes) -> str:
+    """What git calls a file."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 @dataclass
 class Request:
     """One request that the hub got."""
@@ -44,6 +49,8 @@ class Hub:
       fault: asked before each answer.
       error_code: the X-Error-Code that goes with a fault's status.
       cut: after how many bytes a download of a large file breaks off; the first `cuts` of them.
+      change: what becomes of a body on its way: the path, the body.
+      sizes: name -> size that the hub claims for a file.
       requests: what it was asked so far.
     """
 
@@ -54,6 +61,8 @@ class Hub:
     error_code: str | None = None
     cut: int = 0
     cuts: int = 0
+    change: Callable[[str, bytes], bytes] | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     endpoint: str = ""
     storage: str = ""
@@ -113,10 +122,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         siblings = []
         for name, content in self.hub.files[commit].items():
-            entry: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": "0" * 40}
+            size = self.hub.sizes.get(name, len(content))
+            entry: dict[str, Any] = {"rfilename": name, "size": size, "blobId": git_sha1(content)}
             if name.endswith(LARGE):
                 digest = hashlib.sha256(content).hexdigest()
-                entry["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 130}
+                entry["lfs"] = {"sha256": digest, "size": size, "pointerSize": 130}
             siblings.append(entry)
         info = {"id": self.hub.repo, "modelId": self.hub.repo, "sha": commit, "private": False, "siblings": siblings}
         self._send(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
@@ -145,26 +155,31 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(302, b"", {**headers, **linked, "Location": f"{self.hub.storage}/storage/{digest}"})
         else:
             etag = hashlib.sha1(content).hexdigest()
-            self._send(200, content, {**headers, "ETag": f'"{etag}"'})
+            self._content(content, {**headers, "ETag": f'"{etag}"'})
 
     def _stored(self, digest: str) -> None:
         contents = (content for files in self.hub.files.values() for content in files.values())
         content = next(content for content in contents if hashlib.sha256(content).hexdigest() == digest)
-        start = 0
-        if found := re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or ""):
-            start = int(found[1])
-        headers = {"ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        body = content[start:]
-        if self.hub.cuts > 0 and self.command == "GET":
+        self._content(content, {"ETag": f'"{digest}"', "Accept-Ranges": "bytes"}, may_cut=True)
+
+    def _content(self, content: bytes, headers: dict[str, str], *, may_cut: bool = False) -> None:
+        """A file or the range of it that is asked for."""
+        start, end = 0, len(content)
+        if found := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or ""):
+            start, end = int(found[1]), min(end, int(found[2]) + 1 if found[2] else end)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+        status = 206 if found else 200
+        body: bytes | memoryview = memoryview(content)[start:end]
+        if self.hub.change is not None:
+            body = self.hub.change(self.path, bytes(body))
+        if may_cut and self.hub.cuts > 0 and self.command == "GET":
             self.hub.cuts -= 1
-            self._send(206 if start else 200, body[: self.hub.cut], headers, length=len(body))
+            self._send(status, body[: self.hub.cut], headers, length=len(body))
             self.close_connection = True
             return
-        self._send(206 if start else 200, body, headers)
+        self._send(status, body, headers)
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str], length: int | None = None) -> None:
+    def _send(self, status: int, body: bytes | memoryview, headers: dict[str, str], length: int | None = None) -> None:
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)

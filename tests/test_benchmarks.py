@@ -88,7 +88,7 @@ def test_large_checkpoints_are_cut_into_shards_with_an_index(tmp_path: Path) -> 
     assert files == sorted(set(index["weight_map"].values()))
     assert index["metadata"]["total_size"] == nbytes
     tensors = opened(tmp_path).tensors
-    assert {name: tensor.file.name for name, tensor in tensors.items()} == index["weight_map"]
+    assert {name: tensor.file for name, tensor in tensors.items()} == index["weight_map"]
     assert "lm_head.weight" in tensors
 
 

@@ -61,6 +61,7 @@ def words(tmp_path: Path) -> list[str]:
         f"base_output_directory={tmp_path / 'out'}",
         f"--report={tmp_path / 'report.json'}",
         f"--termination_message={tmp_path / 'message.json'}",
+        "--retry_seconds=10",
     ]
 
 
@@ -80,7 +81,7 @@ def check_failed(run: Run, tmp_path: Path, code: int, *parts: str) -> None:
     assert "Traceback" not in run.stderr
     for part in parts:
         assert part in run.errors[0], run.errors[0]
-    assert {path.name for path in tmp_path.iterdir()} <= {"message.json", "home"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"message.json", "home"}, list(tmp_path.iterdir())
     message = json.loads((tmp_path / "message.json").read_bytes())
     assert (message["result"], message["exit_code"]) == ("failed", code)
     assert f"converter: error: {message['error']}" == run.errors[0]
@@ -366,8 +367,14 @@ def test_offline(named: bool, hub: Hub, folder: Path, expected: dict[str, str], 
     commit = hub.add(folder, "main")
     revision = [f"--revision={commit}"] if named else []
     check_failed(run_from(hub, tmp_path, *revision, HF_HUB_OFFLINE="1"), tmp_path, 2, REPO)
+    # A plan reads headers from the hub and leaves nothing; a conversion does.
     assert run_from(hub, tmp_path, "--dry_run").code == 0
+    check_failed(run_from(hub, tmp_path, *revision, HF_HUB_OFFLINE="1"), tmp_path, 2, REPO)
+    assert run_from(hub, tmp_path).code == 0
+    shutil.rmtree(tmp_path / "out")
     asked = len(hub.requests)
+    planned = run_from(hub, tmp_path, *revision, "--dry_run", HF_HUB_OFFLINE="1")
+    assert planned.code == 0, planned.stderr
     run = run_from(hub, tmp_path, *revision, HF_HUB_OFFLINE="1")
     assert run.code == 0, run.stderr
     assert digests(tmp_path / "out" / "0") == expected

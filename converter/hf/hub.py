@@ -1,11 +1,13 @@
-"""Downloads from the Hugging Face hub, through huggingface_hub's cache.
+"""The Hugging Face hub: which commit a revision is, its files by ranges, and downloads through the hub's cache.
 
 The hub's Xet transport talks to servers of its own, so it would bypass a mirror behind HF_ENDPOINT: it is
-switched off when HF_ENDPOINT is set, and left to the user (HF_HUB_DISABLE_XET) otherwise.
+switched off when HF_ENDPOINT is set, and left to the user (HF_HUB_DISABLE_XET) otherwise. Ranges are plain HTTP.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import threading
@@ -13,12 +15,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from converter.errors import RequestError, WorldError
+from converter import retrying
+from converter.errors import ConverterError, RequestError, WorldError
 from converter.hf.files import CONFIG, INDEX, weight_files
+from converter.hf.location import HubModel
+from converter.hf.remote import RemoteFile, Server
+from converter.hf.space import check_cache_space
 
-TRIES = 5
+if TYPE_CHECKING:
+    import requests
+
 T = TypeVar("T")
 
 
@@ -29,17 +37,32 @@ class Pinned:
     Attributes:
       repo: its id, org/name.
       commit: None where the hub may not be asked and no revision was given.
-      files: the names of its files, empty where the hub may not be asked.
-      sha256: the hub's hashes of its large files.
+      files: its files, by name; empty where the hub may not be asked.
+      offline: the hub may not be asked.
     """
 
     repo: str
     commit: str | None
-    files: tuple[str, ...]
-    sha256: dict[str, str]
+    files: dict[str, RemoteFile]
+    offline: bool
 
 
-def pin(repo: str, *, revision: str | None, token: str | None) -> Pinned:
+@dataclass(frozen=True)
+class Cache:
+    """How files of the hub are kept here.
+
+    Attributes:
+      folder: of the cache, None for the hub's usual one.
+      token: None for the one that is in the environment or logged in with.
+      seconds: for how long a call is tried again.
+    """
+
+    folder: Path | None
+    token: str | None
+    seconds: float
+
+
+def pin(model: HubModel, cache: Cache) -> Pinned:
     """Ask the hub which commit a revision is, so that a branch that moves meanwhile cannot mix two states.
 
     Raises:
@@ -47,32 +70,64 @@ def pin(repo: str, *, revision: str | None, token: str | None) -> Pinned:
       WorldError: the network or the hub failed.
     """
     _configure()
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
 
+    repo, revision = model.repo, model.revision
     if constants.HF_HUB_OFFLINE:
         root = _try(
-            repo,
-            revision,
-            lambda: snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[CONFIG]),
+            model,
+            cache.seconds,
+            lambda: snapshot_download(
+                repo, revision=revision, local_files_only=True, allow_patterns=[CONFIG], cache_dir=cache.folder
+            ),
         )
-        return Pinned(repo, Path(root).name, (), {})
-    api = HfApi(token=token)
-    info = _try(repo, revision, lambda: api.model_info(repo, revision=revision, files_metadata=True, timeout=30))
-    # Notes in the cache which commit the branch is at, for runs that may not ask.
-    _try(repo, revision, lambda: snapshot_download(repo, revision=revision, token=token, allow_patterns=[CONFIG]))
-    siblings = info.siblings or []
-    return Pinned(
-        repo,
-        info.sha,
-        tuple(file.rfilename for file in siblings),
-        {file.rfilename: file.lfs.sha256 for file in siblings if file.lfs},
-    )
+        return Pinned(repo, Path(root).name, {}, offline=True)
+    api = HfApi(token=cache.token)
+    info = _try(model, cache.seconds, lambda: api.model_info(repo, revision=revision, files_metadata=True, timeout=30))
+    files = {
+        file.rfilename: RemoteFile(
+            file.rfilename,
+            file.size or 0,
+            hf_hub_url(repo, file.rfilename, revision=info.sha),
+            sha256=file.lfs.sha256 if file.lfs else None,
+            git_sha1=file.blob_id if not file.lfs else None,
+        )
+        for file in info.siblings or []
+    }
+    return Pinned(repo, info.sha, files, offline=False)
 
 
-def download(pinned: Pinned, token: str | None) -> Path:
-    """Bring config.json, the index and the weights into the hub's cache; the folder they are in.
+def server(pinned: Pinned, cache: Cache) -> Server:
+    """The pinned files, to be read by ranges."""
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-    Transient failures are tried again; a file that was cut off is continued.
+    def session() -> requests.Session:
+        import requests
+
+        made = requests.Session()
+        headers = build_hf_headers(token=cache.token)
+        authorization = headers.pop("authorization", None)
+        made.headers.update(headers)
+        if authorization is not None:
+
+            def authorise(request: requests.PreparedRequest) -> requests.PreparedRequest:
+                # Only for the hub itself: what it redirects to is signed.
+                if (request.url or "").startswith(_endpoint()):
+                    request.headers["Authorization"] = authorization
+                return request
+
+            made.auth = authorise
+        return made
+
+    model = HubModel(pinned.repo, pinned.commit)
+    return Server(pinned.repo, pinned.files, session, lambda name, status: _refused(status, model), cache.seconds)
+
+
+def download(model: HubModel, pinned: Pinned, cache: Cache) -> Path:
+    """Bring config.json, the index and the weights into the hub's cache, checked; the folder they are in.
+
+    Transient failures are tried again; a file that was cut off is continued. Weights whose sha256 is not the hub's are
+    fetched once more.
 
     Raises:
       RequestError: the repository has no safetensors weights.
@@ -80,18 +135,77 @@ def download(pinned: Pinned, token: str | None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    def fetch(names: list[str]) -> Path:
+    def fetch(revision: str | None, names: list[str]) -> Path:
         return Path(
             _try(
-                pinned.repo,
-                pinned.commit,
-                lambda: snapshot_download(pinned.repo, revision=pinned.commit, token=token, allow_patterns=names),
+                HubModel(pinned.repo, pinned.commit),
+                cache.seconds,
+                lambda: snapshot_download(
+                    pinned.repo,
+                    revision=revision,
+                    token=cache.token,
+                    allow_patterns=names,
+                    cache_dir=cache.folder,
+                    local_files_only=pinned.offline,
+                ),
             )
         )
 
-    root = fetch([CONFIG, INDEX])
-    names = pinned.files or [path.name for path in root.iterdir()]
-    return fetch([CONFIG, INDEX, *weight_files(root, names, pinned.repo)])
+    if not pinned.offline:
+        # By its name, so that the cache notes which commit the branch is at, for runs that may not ask.
+        fetch(model.revision, [CONFIG])
+    root = fetch(pinned.commit, [CONFIG, INDEX])
+    here = (root / INDEX).read_bytes if (root / INDEX).exists() else None
+    names = list(pinned.files) or [path.name for path in root.iterdir()]
+    weights = weight_files(names, here, str(root / INDEX), pinned.repo)
+    if pinned.offline:
+        return fetch(pinned.commit, [CONFIG, INDEX, *weights])
+    wanted = [pinned.files[name] for name in weights if name in pinned.files]
+    check_cache_space(root, [(file.size, root / file.name, _partial(root, file)) for file in wanted])
+    root = fetch(pinned.commit, [CONFIG, INDEX, *weights])
+    if any(not _is_right(root, file, cache.seconds) for file in wanted):
+        root = fetch(pinned.commit, [CONFIG, INDEX, *weights])
+        for file in wanted:
+            if not _is_right(root, file, cache.seconds):
+                raise WorldError(f"{file.name} of {pinned.repo} came twice with another sha256 than the hub's")
+    return root
+
+
+def _partial(root: Path, file: RemoteFile) -> Path | None:
+    """Where the cache keeps what it has of a file that was cut off."""
+    return root.parent.parent / "blobs" / f"{file.sha256}.incomplete" if file.sha256 else None
+
+
+def _is_right(root: Path, file: RemoteFile, seconds: float) -> bool:
+    """Whether a cached file has the hub's sha256; one that has not is removed. Files already checked are not read."""
+    path = (root / file.name).resolve()
+    if file.sha256 is None or not path.exists():
+        return True
+    stat = path.stat()
+    state = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    note = root.parent.parent / ".checked" / file.sha256
+    with contextlib.suppress(OSError):
+        if note.read_text() == state:
+            return True
+    if _interruptible(lambda: _sha256(path)) != file.sha256:
+        retrying.log.warning("%s has another sha256 than the hub's: removed, to be fetched again", path)
+        (root / file.name).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        return False
+    with contextlib.suppress(OSError):
+        note.parent.mkdir(exist_ok=True)
+        partial = note.with_name(f"{note.name}.{os.getpid()}")
+        partial.write_text(state)
+        partial.replace(note)
+    return True
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _configure() -> None:
@@ -104,48 +218,63 @@ def _configure() -> None:
         disable_progress_bars()
 
 
-def _try(repo: str, revision: str | None, call: Callable[[], T]) -> T:
-    """Call, again after transient failures, and turn what remains into one line."""
-    from huggingface_hub.errors import HfHubHTTPError
-    from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+def _endpoint() -> str:
+    from huggingface_hub import constants
 
+    return f"{constants.ENDPOINT.rstrip('/')}/"
+
+
+def _refused(status: int, model: HubModel) -> ConverterError:
+    where = f"{model.repo} at revision {model.revision}" if model.revision else model.repo
+    if status in (401, 403):
+        return RequestError(
+            f"the hub refuses access to {where} (HTTP {status}): accept its licence on the hub and give a "
+            "token that may read it in HF_TOKEN"
+        )
+    if status == 404:
+        return RequestError(f"the hub has no {where}, or it is private and HF_TOKEN is not set")
+    return RequestError(f"the hub refuses {where} (HTTP {status})")
+
+
+def _try(model: HubModel, seconds: float, attempt: Callable[[], T]) -> T:
+    """Call huggingface_hub, again after transient failures, and turn what remains into one line."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    what = f"asking the hub for {model.repo}"
     try:
-        for attempt in Retrying(
-            retry=retry_if_exception(_is_transient),
-            stop=stop_after_attempt(TRIES),
-            wait=wait_exponential_jitter(initial=0.5, max=20),
-            reraise=True,
-        ):
-            with attempt:
-                return _interruptible(call)
+        return retrying.call(lambda: _interruptible(attempt), what=what, verdict=_verdict, seconds=seconds)
     except (RequestError, WorldError):
         raise
     except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        where = f"{repo} at revision {revision}" if revision else repo
-        if status in (401, 403):
-            raise RequestError(
-                f"the hub refuses access to {where} (HTTP {status}): accept its licence on the hub and give a "
-                "token that may read it in HF_TOKEN"
-            ) from error
-        if status == 404:
-            raise RequestError(f"the hub has no {where}, or it is private and HF_TOKEN is not set") from error
-        if status is not None and 400 <= status < 500 and status not in (408, 429):
-            raise RequestError(f"the hub refuses {where} (HTTP {status})") from error
-        raise WorldError(f"the hub failed with HTTP {status} for {where}; try again later") from error
+        status = error.response.status_code
+        raise _refused(status, model) from error
     except FileNotFoundError as error:
-        if _is_transient(error):
-            raise WorldError(f"downloading {repo} failed: {_one_line(error)}; try again") from error
-        raise RequestError(f"{repo} is not in the local cache, and the hub cannot be asked") from error
+        raise RequestError(f"{model.repo} is not in the local cache, and the hub cannot be asked") from error
     except OSError as error:
-        raise WorldError(f"downloading {repo} failed: {_one_line(error)}; try again") from error
+        raise WorldError(f"downloading {model.repo} failed: {retrying.one_line(error)}; try again") from error
     except json.JSONDecodeError as error:
-        raise WorldError(f"the hub's answer about {repo} is no JSON: {_one_line(error)}; try again") from error
-    except Exception as error:
-        if not _is_transient(error):
-            raise
-        raise WorldError(f"downloading {repo} failed: {_one_line(error)}; try again") from error
-    raise AssertionError("unreachable")
+        raise WorldError(
+            f"the hub's answer about {model.repo} is no JSON: {retrying.one_line(error)}; try again"
+        ) from error
+
+
+def _verdict(error: Exception) -> float | None:
+    """See `retrying.Verdict`: for what huggingface_hub raises."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if isinstance(error, HfHubHTTPError):
+        asked = retrying.retry_after(error.response.headers.get("Retry-After"))
+        return asked if retrying.is_transient_status(error.response.status_code) else None
+    if isinstance(error, LocalEntryNotFoundError):
+        # huggingface_hub's word for "the hub did not answer and the cache is empty".
+        return _verdict(error.__cause__) if isinstance(error.__cause__, Exception) else None
+    if isinstance(error, PermissionError | FileNotFoundError):
+        return None
+    if isinstance(error, OSError) and error.errno == 28:
+        return None
+    module = type(error).__module__.split(".")[0]
+    transient = isinstance(error, OSError | TimeoutError) or module in ("httpx", "httpx2", "httpcore", "httpcore2")
+    return 0.0 if transient else None
 
 
 def _interruptible(call: Callable[[], T]) -> T:
@@ -166,25 +295,3 @@ def _interruptible(call: Callable[[], T]) -> T:
         # Not for ever at once: a signal that arrives just before the wait begins would only be seen after it.
         wait([result], timeout=0.1)
     return result.result()
-
-
-def _is_transient(error: BaseException) -> bool:
-    """Whether the same call can succeed a moment later."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code if error.response is not None else 500
-        return status >= 500 or status in (408, 429)
-    if isinstance(error, LocalEntryNotFoundError):
-        # huggingface_hub's word for "the hub did not answer and the cache is empty".
-        return error.__cause__ is not None and _is_transient(error.__cause__)
-    if isinstance(error, PermissionError | FileNotFoundError):
-        return False
-    if isinstance(error, OSError) and error.errno == 28:
-        return False
-    module = type(error).__module__.split(".")[0]
-    return isinstance(error, OSError | TimeoutError) or module in ("httpx", "httpx2", "httpcore", "httpcore2")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,10 +1,13 @@
-"""One Hugging Face repository, opened: its config.json and where every tensor of it lies. No data is read."""
+"""One Hugging Face repository, opened: its config.json and where every tensor of it lies. No weights are read.
+
+Wherever it is - a folder, the hub, a bucket - a repository is a set of files of which byte ranges can be had:
+mapped from a disk (`local.py`) or asked for over HTTP (`streamed.py`).
+"""
 
 from __future__ import annotations
 
-import mmap
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from converter import retrying
 from converter.errors import RequestError, WorldError
-from converter.hf.files import CONFIG, INDEX, read_json, weight_files, weight_map
-from converter.hf.hub import Pinned, download, pin
+from converter.hf import bucket, cache, hub
+from converter.hf.files import CONFIG, INDEX, check_small, parse_json, read_small, weight_files, weight_map
+from converter.hf.local import LocalFiles, opened
+from converter.hf.location import BucketFolder, Folder, HubModel, parse_location
+from converter.hf.remote import RemoteFile, Server
 from converter.hf.safetensors import StoredTensor, read_header
+from converter.hf.streamed import StreamedFiles
 
 NUMPY_DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -26,19 +34,41 @@ NUMPY_DTYPES = {
 }
 """safetensors dtypes that can be read as arrays -> numpy's."""
 
-_PREFETCH_BYTES = 1 << 20
-"""What the kernel surely reads at one request; of a larger one it may read the beginning only."""
+NO_CACHE = "none"
+"""The word for a cache that is none: files are read by ranges, and nothing is kept."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HEADERS_AT_A_TIME = 8
+
+
+@dataclass(frozen=True)
+class Access:
+    """How remote sources are reached.
+
+    Attributes:
+      token: for the hub; None for the one in the environment or logged in with.
+      cache: folder to keep files in, `NO_CACHE`, or None for the usual: the hub's own cache, none for buckets.
+      seconds: for how long a request is tried again.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    cache: str | None = None
+    seconds: float = retrying.DEFAULT_SECONDS
+
+    @property
+    def folder(self) -> Path | None:
+        """The cache's folder where one was given."""
+        return Path(self.cache).expanduser() if self.cache not in (None, NO_CACHE) else None
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A weight file: its name in the repository, its size in bytes and, from the hub, its sha256."""
+    """A weight file: its name in the repository, its size in bytes and what its server knows it by."""
 
     name: str
     size: int
     sha256: str | None = None
+    crc32c: int | None = None
+    generation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,70 +76,51 @@ class Repository:
     """An opened repository.
 
     Attributes:
-      name: the folder or hub id as it was given.
-      revision: the hub's commit, None for a folder.
-      root: the folder the files are in.
+      name: the folder, hub id or URL as it was given.
+      revision: the hub's commit, None elsewhere.
       config: config.json as it stands.
       files: the weight files.
       tensors: every tensor by name.
+      data: the files' content.
     """
 
     name: str
     revision: str | None
-    root: Path
     config: Mapping[str, Any]
     files: tuple[SourceFile, ...]
     tensors: Mapping[str, StoredTensor]
-    _maps: dict[Path, mmap.mmap] = field(default_factory=dict, repr=False, compare=False)
-    _exact: set[Path] = field(default_factory=set, repr=False, compare=False)
+    data: LocalFiles | StreamedFiles = field(repr=False, compare=False)
+
+    @property
+    def remote(self) -> StreamedFiles | None:
+        """The files where they are read over the network, None where they are here."""
+        return self.data if isinstance(self.data, StreamedFiles) else None
 
     def array(self, name: str) -> np.ndarray:
-        """The tensor as a read-only, memory-mapped array: pages are read when they are touched."""
-        tensor = self.tensors[name]
-        dtype = NUMPY_DTYPES[tensor.dtype]
-        if tensor.nbytes == 0:
-            return np.empty(tensor.shape, dtype)
-        count = tensor.nbytes // dtype.itemsize
-        mapped = self._map(tensor.file)
-        return np.frombuffer(mapped, dtype, count, tensor.offset).reshape(tensor.shape)
+        """The tensor as a read-only array: memory-mapped where its file is here, read whole where not."""
+        shape = self.tensors[name].shape
+        return self.elements(name, slice(0, int(np.prod(shape, dtype=np.int64)))).reshape(shape)
 
     def elements(self, name: str, part: slice) -> np.ndarray:
         """A range of the tensor's elements in stored order, as a flat array; memory-mapped as `array` is."""
-        return self.array(name).reshape(-1)[part]
+        tensor = self.tensors[name]
+        dtype = NUMPY_DTYPES[tensor.dtype]
+        if part.start >= part.stop:
+            return np.empty(0, dtype)
+        begin, end = tensor.offset + part.start * dtype.itemsize, tensor.offset + part.stop * dtype.itemsize
+        return np.frombuffer(self.data.bytes_of(tensor.file, begin, end), dtype)
 
     def prefetch(self, name: str, first: int, end: int) -> None:
-        """Read elements `first` to `end` of a tensor into the page cache, and no others.
-
-        By itself the kernel reads megabytes around every page that is touched, which is right where memory holds them
-        until they are needed and wasteful where it does not: so that is switched off from here on.
-        """
+        """Read elements `first` to `end` of a tensor, of a file that is here, into the page cache, and no others."""
         tensor = self.tensors[name]
-        mapped = self._map(tensor.file)
-        if tensor.file not in self._exact:
-            mapped.madvise(mmap.MADV_RANDOM)
-            self._exact.add(tensor.file)
         size = NUMPY_DTYPES[tensor.dtype].itemsize
-        begin = tensor.offset + first * size
-        begin -= begin % mmap.PAGESIZE
-        stop = tensor.offset + end * size
-        for start in range(begin, stop, _PREFETCH_BYTES):
-            mapped.madvise(mmap.MADV_WILLNEED, start, min(_PREFETCH_BYTES, stop - start))
+        if isinstance(self.data, LocalFiles):
+            self.data.prefetch(tensor.file, tensor.offset + first * size, tensor.offset + end * size)
 
     def positions(self) -> dict[str, int]:
         """The rank of every tensor in the order in which the files hold them."""
         ordered = sorted(self.tensors, key=lambda name: (self.tensors[name].file, self.tensors[name].offset))
         return {name: rank for rank, name in enumerate(ordered)}
-
-    def _map(self, path: Path) -> mmap.mmap:
-        mapped = self._maps.get(path)
-        if mapped is None:
-            try:
-                with path.open("rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-            except OSError as error:
-                raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
-            mapped = self._maps.setdefault(path, mapped)
-        return mapped
 
 
 @dataclass(frozen=True)
@@ -118,46 +129,79 @@ class Source:
 
     Attributes:
       name: as the user gave it.
-      root: the folder its files are in, None while it is only on the hub.
-      pinned: the commit on the hub, None for a folder.
+      root: the folder its files are in, None while they are elsewhere.
       identity: what its content is known by; equal for equal content.
+      revision: the commit on the hub.
+      server: where its files are read from where they are not here.
+      download: brings them here; None where they are read from afar.
     """
 
     name: str
     root: Path | None
-    pinned: Pinned | None
     identity: Mapping[str, Any]
+    revision: str | None = None
+    server: Server | None = None
+    download: Callable[[], Path] | None = field(default=None, repr=False, compare=False)
 
-    def fetch(self, token: str | None) -> Source:
-        """The same with its files here: downloads what the hub's cache lacks."""
-        if self.root is not None or self.pinned is None:
+    def fetch(self) -> Source:
+        """The same with its files here, if they are to be: downloads what the cache lacks."""
+        if self.root is not None or self.download is None:
             return self
-        return replace(self, root=download(self.pinned, token))
+        return replace(self, root=self.download())
+
+    def streamed(self) -> Source:
+        """The same, read from afar, where that is possible: for those who read headers only."""
+        return self.fetch() if self.server is None else replace(self, download=None)
 
 
-def locate(location: str, *, revision: str | None, token: str | None) -> Source:
-    """Find a local folder or a hub id, without reading or downloading weights.
+def locate(
+    location: str, *, revision: str | None = None, token: str | None = None, access: Access | None = None
+) -> Source:
+    """Find a folder, a model on the hub or a folder of a bucket, without reading or downloading weights.
 
     Raises:
       RequestError: there is no such repository.
-      WorldError: the network or the hub failed.
+      WorldError: the network or the server failed.
     """
-    folder = Path(location).expanduser()
-    try:
-        is_folder, exists = folder.is_dir(), folder.exists()
-    except OSError as error:
-        raise RequestError(f"no such folder: {location[:100]}...: {error.strerror}") from error
-    if is_folder:
-        return Source(location, folder, None, _identity(folder))
-    if exists:
-        raise RequestError(f"{location} is a file; give the folder that holds config.json and the weights")
-    if not _HUB_ID.fullmatch(location):
-        raise RequestError(f"no such folder: {location} (and it has not the form org/name of a repository on the hub)")
-    pinned = pin(location, revision=revision, token=token)
-    return Source(location, None, pinned, {"repository": location, "revision": pinned.commit})
+    access = access or Access(token)
+    match parse_location(location, revision):
+        case Folder(path):
+            return Source(location, path, _folder_identity(path))
+        case HubModel() as model:
+            return _hub_source(location, model, access)
+        case BucketFolder() as folder:
+            return _bucket_source(location, folder, access)
 
 
-def _identity(folder: Path) -> dict[str, Any]:
+def _hub_source(location: str, model: HubModel, access: Access) -> Source:
+    kept = hub.Cache(access.folder, access.token, access.seconds)
+    pinned = hub.pin(model, kept)
+    identity = {"repository": model.repo, "revision": pinned.commit}
+    server = None if pinned.offline else hub.server(pinned, kept)
+    if access.cache == NO_CACHE:
+        if pinned.offline:
+            raise RequestError(f"cache_dir={NO_CACHE}: with HF_HUB_OFFLINE only the cache can be read")
+        return Source(location, None, identity, pinned.commit, server)
+    return Source(location, None, identity, pinned.commit, server, lambda: hub.download(model, pinned, kept))
+
+
+def _bucket_source(location: str, folder: BucketFolder, access: Access) -> Source:
+    server = bucket.find(folder, seconds=access.seconds)
+    identity = {
+        "files": {
+            name: [file.size, file.crc32c if file.crc32c is not None else file.generation]
+            for name, file in sorted(server.files.items())
+            if name.endswith((".json", ".safetensors"))
+        }
+    }
+    kept = access.folder
+    if kept is None:
+        return Source(location, None, identity, None, server)
+    where = kept / "gs" / folder.bucket / folder.prefix
+    return Source(location, None, identity, None, server, lambda: cache.download(server, where))
+
+
+def _folder_identity(folder: Path) -> dict[str, Any]:
     """Names, sizes and times of the files a conversion reads; the folder's own path does not matter."""
     try:
         stats = {
@@ -172,33 +216,95 @@ def _identity(folder: Path) -> dict[str, Any]:
     return {"files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}}
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """What all kinds of repositories have in common while one is being opened."""
+
+    names: frozenset[str]
+    label: Callable[[str], str]
+    small: Callable[[str], bytes]
+    weights: Callable[[str], tuple[int, Callable[[int, int], bytes]]]
+
+
 def open_repository(source: Source) -> Repository:
-    """Read config.json, the index and every header of a fetched source.
+    """Read config.json, the index and every header of a source.
 
     Raises:
       RequestError: it is not a complete safetensors checkpoint.
       WorldError: it cannot be read.
     """
-    root, location = source.root, source.name
-    assert root is not None, "fetch the source first"
-    config = read_json(root / CONFIG, f"{location} has no {CONFIG}; is it a model repository?")
-    names = weight_files(root, [path.name for path in root.iterdir()], location)
+    data: LocalFiles | StreamedFiles
+    if source.root is not None:
+        data, files = LocalFiles(source.root), _opened_folder(source.root)
+    else:
+        assert source.server is not None, "fetch the source first"
+        data = StreamedFiles(source.server)
+        files = _opened_server(source.server, data)
+    if CONFIG not in files.names:
+        raise RequestError(f"{source.name} has no {CONFIG}; is it a model repository?")
+    config = parse_json(files.small(CONFIG), files.label(CONFIG))
+    index = files.small(INDEX) if INDEX in files.names else None
+    names = weight_files(files.names, None if index is None else lambda: index, files.label(INDEX), source.name)
     tensors: dict[str, StoredTensor] = {}
-    for name in names:
-        for tensor, stored in read_header(root / name).items():
-            if tensor in tensors:
-                raise RequestError(f"tensor {tensor[:200]} is both in {tensors[tensor].file.name} and in {name}")
-            tensors[tensor] = stored
-    _check_index(root, tensors)
-    sha256 = source.pinned.sha256 if source.pinned else {}
-    files = tuple(SourceFile(name, (root / name).stat().st_size, sha256.get(name)) for name in names)
-    revision = source.pinned.commit if source.pinned else None
-    return Repository(location, revision, root, config, files, tensors)
+    sizes = {}
+
+    def header(name: str) -> dict[str, StoredTensor]:
+        sizes[name], read = files.weights(name)
+        return read_header(files.label(name), name, sizes[name], read)
+
+    with ThreadPoolExecutor(_HEADERS_AT_A_TIME if source.root is None else 1) as pool:
+        for name, found in zip(names, pool.map(header, names), strict=True):
+            for tensor, stored in found.items():
+                if tensor in tensors:
+                    raise RequestError(f"tensor {tensor[:200]} is both in {tensors[tensor].file} and in {name}")
+                tensors[tensor] = stored
+    if index is not None:
+        _check_index(weight_map(index, files.label(INDEX)), tensors, files.label(INDEX))
+    known = source.server.files if source.server is not None else {}
+    return Repository(
+        source.name,
+        source.revision,
+        config,
+        tuple(_source_file(name, sizes[name], known.get(name)) for name in names),
+        tensors,
+        data,
+    )
 
 
-def _check_index(root: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    if not (root / INDEX).exists():
-        return
-    for tensor, name in weight_map(root).items():
-        if tensor not in tensors or tensors[tensor].file.name != name:
-            raise RequestError(f"{root / INDEX} puts tensor {tensor[:200]!r} into {name}, which lacks it")
+def _source_file(name: str, size: int, known: RemoteFile | None) -> SourceFile:
+    if known is None:
+        return SourceFile(name, size)
+    return SourceFile(name, size, known.sha256, known.crc32c, known.generation)
+
+
+def _opened_folder(root: Path) -> _Opened:
+    try:
+        names = frozenset(path.name for path in root.iterdir())
+    except OSError as error:
+        raise WorldError(f"{root} cannot be read: {error.strerror or error}") from error
+    return _Opened(
+        names, lambda name: str(root / name), lambda name: read_small(root, name), lambda name: opened(root / name)
+    )
+
+
+def _opened_server(server: Server, data: StreamedFiles) -> _Opened:
+    def label(name: str) -> str:
+        return f"{server.label}/{name}"
+
+    def small(name: str) -> bytes:
+        size = server.files[name].size
+        check_small(size, label(name))
+        return data.whole(name)
+
+    def weights(name: str) -> tuple[int, Callable[[int, int], bytes]]:
+        if name not in server.files:
+            raise RequestError(f"{label(name)} does not exist")
+        return server.files[name].size, lambda begin, end: data.fetch(name, begin, end)
+
+    return _Opened(frozenset(server.files), label, small, weights)
+
+
+def _check_index(placed: Mapping[str, str], tensors: Mapping[str, StoredTensor], label: str) -> None:
+    for tensor, name in placed.items():
+        if tensor not in tensors or tensors[tensor].file != name:
+            raise RequestError(f"{label} puts tensor {tensor[:200]!r} into {name}, which lacks it")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from converter.errors import RequestError, WorldError
+from converter.errors import RequestError
+from converter.hf.files import check_complexity
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
@@ -28,44 +29,36 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: `nbytes` bytes from `offset` on, C order, little endian."""
+    """A tensor in a file of its repository: `nbytes` bytes from `offset` on, C order, little endian."""
 
-    file: Path
+    file: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(label: str, name: str, size: int, read: Callable[[int, int], bytes]) -> dict[str, StoredTensor]:
     """The tensors of one file, by name.
+
+    Args:
+      label: the file for messages.
+      name: the file in its repository.
+      size: of the file, bytes.
+      read: gives bytes `begin` to `end` of it.
 
     Raises:
       RequestError: the file is not a whole, well-formed safetensors file.
-      WorldError: it cannot be read.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = int.from_bytes(prefix, "little")
-            if size < 8:
-                raise RequestError(f"{path} is no safetensors file: {size} bytes are too few for a header")
-            if length > MAX_HEADER_BYTES:
-                raise RequestError(f"{path} is no safetensors file: it claims a header of {length} bytes")
-            if 8 + length > size:
-                raise RequestError(
-                    f"{path} is truncated: a header of {length} bytes, a file of {size}; download it again"
-                )
-            header = file.read(length)
-    except FileNotFoundError as error:
-        raise RequestError(f"{path} does not exist") from error
-    except PermissionError as error:
-        raise RequestError(f"{path} may not be read by this user") from error
-    except OSError as error:
-        raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
-    tensors = _parse(path, header, 8 + length)
-    _check_coverage(path, tensors, 8 + length, size)
+    if size < 8:
+        raise RequestError(f"{label} is no safetensors file: {size} bytes are too few for a header")
+    length = int.from_bytes(read(0, 8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise RequestError(f"{label} is no safetensors file: it claims a header of {length} bytes")
+    if 8 + length > size:
+        raise RequestError(f"{label} is truncated: a header of {length} bytes, a file of {size}; download it again")
+    tensors = _parse(label, name, read(8, 8 + length), 8 + length)
+    _check_coverage(label, tensors, 8 + length, size)
     return tensors
 
 
@@ -76,30 +69,31 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parse(path: Path, header: bytes, data_start: int) -> dict[str, StoredTensor]:
+def _parse(label: str, file: str, header: bytes, data_start: int) -> dict[str, StoredTensor]:
+    check_complexity(header, label)
     try:
         entries = json.loads(header, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path} has a broken safetensors header: {error}") from error
+        raise RequestError(f"{label} has a broken safetensors header: {error}") from error
     if not isinstance(entries, dict):
-        raise RequestError(f"{path} has a broken safetensors header: it is no JSON object")
+        raise RequestError(f"{label} has a broken safetensors header: it is no JSON object")
     tensors = {}
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
-        tensors[name] = _entry(path, name, entry, data_start)
+        tensors[name] = _entry(label, file, name, entry, data_start)
     return tensors
 
 
-def _entry(path: Path, name: str, entry: object, data_start: int) -> StoredTensor:
+def _entry(label: str, file: str, name: str, entry: object, data_start: int) -> StoredTensor:
     def bad(why: str) -> RequestError:
-        return RequestError(f"{path} has a broken safetensors header: tensor {name[:200]!r} {why}")
+        return RequestError(f"{label} has a broken safetensors header: tensor {name[:200]!r} {why}")
 
     if not isinstance(entry, dict):
         raise bad("is not described by an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise bad(f"has the unknown dtype {dtype!r}")
+        raise bad(f"has the unknown dtype {str(dtype)[:100]!r}")
     if not isinstance(shape, list) or not all(_is_size(n) for n in shape):
         raise bad("has no valid shape")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
@@ -107,22 +101,22 @@ def _entry(path: Path, name: str, entry: object, data_start: int) -> StoredTenso
     begin, end = offsets
     if (end - begin) * 8 != math.prod(shape) * DTYPE_BITS[dtype]:
         raise bad(f"of shape {shape} and dtype {dtype} cannot take {end - begin} bytes")
-    return StoredTensor(path, dtype, tuple(shape), data_start + begin, end - begin)
+    return StoredTensor(file, dtype, tuple(shape), data_start + begin, end - begin)
 
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _check_coverage(path: Path, tensors: dict[str, StoredTensor], data_start: int, size: int) -> None:
+def _check_coverage(label: str, tensors: dict[str, StoredTensor], data_start: int, size: int) -> None:
     position = data_start
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != position:
             raise RequestError(
-                f"{path} has a broken safetensors header: tensor {name[:200]!r} leaves a hole or overlaps another"
+                f"{label} has a broken safetensors header: tensor {name[:200]!r} leaves a hole or overlaps another"
             )
         position += tensor.nbytes
     if position > size:
-        raise RequestError(f"{path} is truncated: {size} bytes, its header asks for {position}; download it again")
+        raise RequestError(f"{label} is truncated: {size} bytes, its header asks for {position}; download it again")
     if position < size:
-        raise RequestError(f"{path} has {size - position} bytes after its last tensor; download it again")
+        raise RequestError(f"{label} has {size - position} bytes after its last tensor; download it again")

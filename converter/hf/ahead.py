@@ -1,0 +1,163 @@
+"""Reading ahead: ranges of remote files are fetched in the order they will be needed, a bounded number of bytes early.
+
+Whoever needs a range takes it out of the segment it is part of; a segment is dropped when it was taken as often as
+announced. Segments are taken in about the order they were announced in, so those held are always the next ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A range of a file that is fetched in one request.
+
+    Attributes:
+      file: its name in the repository.
+      begin, end: bytes.
+      uses: how many readers take it, or a part of it.
+      group: of chunks that it is read for.
+      keep: it will be read again later.
+    """
+
+    file: str
+    begin: int
+    end: int
+    uses: int
+    group: int
+    keep: bool
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+class Aborted(Exception):  # noqa: N818 - not an error
+    """Nobody waits for what is read any more."""
+
+
+@dataclass
+class _Held:
+    segment: Segment
+    left: int
+    data: bytes | None = None
+
+
+class Ahead:
+    """Fetches segments in threads of its own until it is closed.
+
+    The threads are daemons: a request that hangs must not keep the process from ending.
+    """
+
+    def __init__(
+        self,
+        segments: Iterator[Segment],
+        fetch: Callable[[Segment], bytes],
+        elsewhere: Callable[[str, int, int], memoryview | None],
+        *,
+        limit: int,
+        connections: int,
+    ) -> None:
+        """Begin.
+
+        Args:
+          segments: in the order they will be needed.
+          fetch: gets one.
+          elsewhere: gives a range that need not be fetched, None where there is no such.
+          limit: bytes that are held; one segment at least.
+          connections: how many segments are fetched at a time.
+        """
+        self._segments = segments
+        self._fetch = fetch
+        self._elsewhere = elsewhere
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._held: dict[str, list[_Held]] = {}
+        self._bytes = 0
+        self._next = next(segments, None)
+        self._closed = False
+        self._error: BaseException | None = None
+        for _ in range(connections):
+            threading.Thread(target=self._run, name="ahead", daemon=True).start()
+
+    def take(self, file: str, begin: int, end: int, stop: threading.Event) -> tuple[int, memoryview] | None:
+        """A range and the group whose segment it is in, -1 for none; None where nobody fetches it.
+
+        Raises:
+          Aborted: closed, or `stop` was set, while waiting.
+          ConverterError: a fetch failed.
+        """
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                if self._closed or stop.is_set():
+                    raise Aborted
+                held = self._find(file, begin, end)
+                if held is not None and held.data is not None:
+                    return held.segment.group, self._taken(held, begin, end)
+                if held is None:
+                    if (found := self._elsewhere(file, begin, end)) is not None:
+                        return -1, found
+                    if self._next is None:
+                        return None
+                # Not for ever at once, for the sake of `stop`.
+                self._changed.wait(0.1)
+
+    def close(self) -> None:
+        """Fetch no more; what is being fetched is dropped."""
+        with self._changed:
+            self._closed = True
+            self._held.clear()
+            self._changed.notify_all()
+
+    def _find(self, file: str, begin: int, end: int) -> _Held | None:
+        for held in self._held.get(file, ()):
+            if held.segment.begin <= begin and end <= held.segment.end:
+                return held
+        return None
+
+    def _taken(self, held: _Held, begin: int, end: int) -> memoryview:
+        assert held.data is not None
+        segment = held.segment
+        held.left -= 1
+        if not held.left:
+            self._held[segment.file].remove(held)
+            self._bytes -= segment.size
+            self._changed.notify_all()
+        return memoryview(held.data)[begin - segment.begin : end - segment.begin]
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and self._next is not None and not self._fits(self._next):
+                    self._changed.wait()
+                if self._closed or self._next is None or self._error is not None:
+                    return
+                held = _Held(self._next, self._next.uses)
+                self._held.setdefault(held.segment.file, []).append(held)
+                self._bytes += held.segment.size
+                try:
+                    self._next = next(self._segments, None)
+                except BaseException as error:
+                    self._fail(error)
+                    return
+            try:
+                data = self._fetch(held.segment)
+            except BaseException as error:
+                with self._changed:
+                    self._fail(error)
+                return
+            with self._changed:
+                held.data = data
+                self._changed.notify_all()
+
+    def _fits(self, segment: Segment) -> bool:
+        return self._bytes == 0 or self._bytes + segment.size <= self._limit
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._changed.notify_all()

@@ -1,0 +1,447 @@
+"""Sources that are read over the network: the hub's and a bucket's byte ranges, a bucket's cache, `hf://` and `gs://`."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import buckets
+import hub as stand_in
+import pytest
+from buckets import Bucket
+from checkpoints import DATA, write_tiny
+from faults import Faults, Proxy
+from google_crc32c import value as crc32c
+from hub import Hub
+from reading import arrays
+from running import ROOT, Run, convert, environment, files_below, start_to_maxtext, to_maxtext_process
+from test_oracles import CASES, Case
+
+from converter.errors import RequestError
+from converter.hf.checksums import Pieces, combined
+from converter.hf.location import BucketFolder, Folder, HubModel, parse_location
+
+MODEL = "qwen3-0.6b"
+REPO = "Qwen/Qwen3-0.6B"
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with stand_in.running(REPO) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
+    with buckets.running() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards, large enough that reading all of them shows."""
+    return write_tiny(tmp_path_factory.mktemp("repository") / "hf", MODEL, shards=2, vocab_size=4096)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the folder itself gives."""
+    return digests(convert(MODEL, folder, tmp_path_factory.mktemp("expected") / "out"))
+
+
+def digests(step: Path) -> dict[str, str]:
+    return {name: array.sha256 for name, array in arrays(step).items()}
+
+
+def run(source: object, tmp_path: Path, *words: object, env: dict[str, str]) -> Run:
+    """Convert in a process of its own whose home and temporary files are below `tmp_path`."""
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    return to_maxtext_process(
+        f"model_name={MODEL}",
+        f"base_output_directory={tmp_path / 'out'}",
+        f"hf_model_path={source}",
+        f"--report={tmp_path / 'report.json'}",
+        *words,
+        env={"HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"), **env},
+    )
+
+
+def verify(step: Path, source: object, *words: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "converter", "verify", str(step), f"--source={source}", *map(str, words)],
+        env=environment(env), capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+
+
+def ranges_of(hub: Hub, name: str) -> list[tuple[int, int]]:
+    """The ranges asked for of a large file, ends excluded."""
+    found = [re.fullmatch(r"bytes=(\d+)-(\d+)", request.range or "") for request in hub.asked_for(name)]
+    assert all(found), [request.range for request in hub.asked_for(name)]
+    return [(int(each[1]), int(each[2]) + 1) for each in found if each]
+
+
+def header_size(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+# What a source is called
+
+
+@pytest.mark.parametrize(
+    ("text", "revision", "expected"),
+    [
+        ("org/name", None, HubModel("org/name", None)),
+        ("org/name", "v1", HubModel("org/name", "v1")),
+        ("hf://org/name", None, HubModel("org/name", None)),
+        ("hf://org/name", "main", HubModel("org/name", "main")),
+        ("hf://org/name@refs/pr/1", None, HubModel("org/name", "refs/pr/1")),
+        ("hf://org/name@v1", "v1", HubModel("org/name", "v1")),
+        ("gs://models/a/b", None, BucketFolder("models", "a/b/")),
+        ("gs://models/a/b/", None, BucketFolder("models", "a/b/")),
+        ("gs://models", None, BucketFolder("models", "")),
+        ("gs://models/", None, BucketFolder("models", "")),
+    ],
+)
+def test_location(text: str, revision: str | None, expected: object) -> None:
+    assert parse_location(text, revision) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "revision"),
+    [
+        ("hf://org", None),
+        ("hf://org/name/more", None),
+        ("hf://org/name@", None),
+        ("hf://org/name@../../x", None),
+        ("hf://org/name@v1", "v2"),
+        ("org/name", "a b"),
+        ("org/name", "../../../api"),
+        ("gs://", None),
+        ("gs://UPPER/a", None),
+        ("gs://models/a", "main"),
+        ("s3://models/a", None),
+        ("https://huggingface.co/org/name", None),
+        ("org/name\0", None),
+        ("name", None),
+        ("x" * 10_000, None),
+    ],
+)
+def test_location_that_is_none(text: str, revision: str | None) -> None:
+    with pytest.raises(RequestError):
+        parse_location(text, revision)
+
+
+def test_a_folder_wins_over_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert parse_location("org/name", None) == Folder(Path("org/name"))
+
+
+# Checksums
+
+
+def test_checksums_are_put_together() -> None:
+    generator = random.Random(0)
+    content = generator.randbytes(100_003)
+    for _ in range(50):
+        cut = generator.choice([0, 1, len(content), generator.randrange(len(content))])
+        first, second = content[:cut], content[cut:]
+        assert combined(crc32c(first), crc32c(second), len(second)) == crc32c(content)
+
+
+def test_checksum_of_pieces_in_any_order() -> None:
+    generator = random.Random(1)
+    content = generator.randbytes(10_000)
+    cuts = sorted({0, len(content), *(generator.randrange(len(content)) for _ in range(20))})
+    parts = list(itertools.pairwise(cuts))
+    generator.shuffle(parts)
+    pieces = Pieces(len(content))
+    for begin, end in parts[3:]:
+        assert pieces.add(begin, end, crc32c(content[begin:end]))
+    pieces.add(0, 10, crc32c(content[:10]))
+    assert sum(end - begin for begin, end in pieces.gaps()) == sum(end - begin for begin, end in parts[:3])
+    assert pieces.whole(lambda begin, end: crc32c(content[begin:end])) == crc32c(content)
+    assert not pieces.add(0, 10, 5), "the same piece was another before"
+
+
+# The hub, by ranges
+
+
+def test_dry_run_reads_headers_only(hub: Hub, folder: Path, tmp_path: Path) -> None:
+    hub.add(folder, "main")
+    done = run(REPO, tmp_path, "--dry_run", env={"HF_ENDPOINT": hub.endpoint})
+    assert done.code == 0, done.stderr
+    assert "params.params.token_embedder.embedding" in done.stdout
+    for path in folder.glob("*.safetensors"):
+        assert max(end for _, end in ranges_of(hub, path.name)) == header_size(path)
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    data = sum(path.stat().st_size - header_size(path) for path in folder.glob("*.safetensors"))
+    assert f"to be read over the network: {data:,} bytes" in done.stdout
+
+
+@pytest.mark.parametrize("name", [f"hf://{REPO}@v1", REPO])
+def test_hub_by_ranges(name: str, hub: Hub, folder: Path, expected: dict[str, str], tmp_path: Path) -> None:
+    commit = hub.add(folder, "v1", "main")
+    done = run(name, tmp_path, "--cache_dir=none", env={"HF_ENDPOINT": hub.endpoint})
+    assert done.code == 0, done.stderr
+    assert digests(tmp_path / "out" / "0") == expected
+    for path in folder.glob("*.safetensors"):
+        # Everything once, whatever the order.
+        assert sum(end - begin for begin, end in ranges_of(hub, path.name)) == path.stat().st_size
+    assert not (tmp_path / "home").exists()
+    assert not files_below(tmp_path / "tmp")
+    source = json.loads((tmp_path / "report.json").read_bytes())["source"]
+    assert source["revision"] == commit
+    assert [file["sha256"] for file in source["files"]] == [
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))
+    ]
+    checked = verify(
+        tmp_path / "out", name, "--cache_dir=none", f"--spool_dir={tmp_path}", env={"HF_ENDPOINT": hub.endpoint}
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("spool", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=SLOW)])
+def test_what_is_read_in_passes_is_fetched_once_or_announced(spool: bool, scan: bool, hub: Hub, tmp_path: Path) -> None:
+    """The smallest budget: each of the 16 chunks of a scanned array walks all of its sources."""
+    folder = write_tiny(tmp_path / "hf", MODEL, shards=2)
+    hub.add(folder, "main")
+    words = [
+        "--cache_dir=none", "--memory_budget=1", f"scan_layers={scan}",
+        *([] if spool else ["--spool_dir=none"]),
+    ]  # fmt: skip
+    planned = run(REPO, tmp_path, "--dry_run", *words, env={"HF_ENDPOINT": hub.endpoint})
+    announced = re.search(r"to be read over the network: ([\d,]+) bytes", planned.stdout)
+    assert announced, planned.stderr
+    hub.requests.clear()
+    done = run(REPO, tmp_path, *words, env={"HF_ENDPOINT": hub.endpoint})
+    assert done.code == 0, done.stderr
+    direct = convert(MODEL, folder, tmp_path / "direct", f"scan_layers={scan}")
+    assert digests(tmp_path / "out" / "0") == digests(direct)
+    paths = list(folder.glob("*.safetensors"))
+    headers = sum(map(header_size, paths))
+    asked = sum(end - begin for path in paths for begin, end in ranges_of(hub, path.name))
+    assert asked - headers == int(announced[1].replace(",", ""))
+    assert not files_below(tmp_path / "tmp")
+    if spool or not scan:
+        assert asked == sum(path.stat().st_size for path in paths)
+    else:
+        assert asked > 1.1 * sum(path.stat().st_size for path in paths)
+
+
+def test_signed_address_that_expires_is_asked_for_anew(
+    hub: Hub, folder: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    hub.add(folder, "main")
+    asked: Counter[str] = Counter()
+
+    def expire(method: str, path: str) -> int | None:
+        asked[path] += 1
+        return 403 if path.startswith("/storage/") and asked[path] in (2, 5) else None
+
+    hub.fault = expire
+    done = run(REPO, tmp_path, "--cache_dir=none", env={"HF_ENDPOINT": hub.endpoint})
+    assert done.code == 0, done.stderr
+    assert digests(tmp_path / "out" / "0") == expected
+
+
+# The hub, by its cache
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_damaged_file_in_the_hubs_cache(
+    given: bool, hub: Hub, folder: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    """A download that was damaged is found by its sha256 and fetched again; a sound one is hashed once."""
+    hub.add(folder, "main")
+    name = sorted(path.name for path in folder.glob("*.safetensors"))[0]
+    words = [f"--cache_dir={tmp_path / 'cache'}"] if given else []
+    asked: list[str] = []
+
+    def damage(path: str, body: bytes) -> bytes:
+        if path.startswith("/storage/") and not asked and len(body) > 1000:
+            asked.append(path)
+            return body[:-5] + bytes([body[-5] ^ 1]) + body[-4:]
+        return body
+
+    hub.change = damage
+    done = run(REPO, tmp_path, *words, env={"HF_ENDPOINT": hub.endpoint})
+    assert done.code == 0, done.stderr
+    assert "sha256" in done.stderr
+    assert digests(tmp_path / "out" / "0") == expected
+    assert (tmp_path / "cache").exists() == given
+    assert (tmp_path / "home" / "hub").exists() != given
+    before = len(hub.asked_for(name))
+    again = run(REPO, tmp_path, *words, "--if_exists=overwrite", env={"HF_ENDPOINT": hub.endpoint})
+    assert again.code == 0, again.stderr
+    assert len(hub.asked_for(name)) == before
+
+
+def test_cache_without_room(hub: Hub, folder: Path, tmp_path: Path) -> None:
+    hub.add(folder, "main")
+    hub.sizes = {path.name: 10**15 for path in folder.glob("*.safetensors")}
+    done = run(REPO, tmp_path, env={"HF_ENDPOINT": hub.endpoint})
+    assert done.code == 3, done.stderr
+    assert "GB needed" in done.errors[0]
+    assert not any(hub.asked_for(path.name) for path in folder.glob("*.safetensors"))
+
+
+def test_two_processes_with_one_cache(
+    hub: Hub, bucket: Bucket, folder: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    hub.add(folder, "main")
+    sources = [REPO, bucket.add(folder, "two")]
+    env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), **bucket.environment()}
+    started = [
+        start_to_maxtext(
+            f"model_name={MODEL}", f"hf_model_path={source}", f"base_output_directory={tmp_path / f'{i}-{j}'}",
+            f"--cache_dir={tmp_path / 'cache'}", env=env,
+        )
+        for i, source in enumerate(sources)
+        for j in range(2)
+    ]  # fmt: skip
+    for process in started:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    for i in range(2):
+        for j in range(2):
+            assert digests(tmp_path / f"{i}-{j}" / "0") == expected
+    for path in folder.glob("*.safetensors"):
+        assert len(hub.asked_for(path.name)) == 1
+
+
+# Buckets
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_bucket(cached: bool, bucket: Bucket, folder: Path, expected: dict[str, str], tmp_path: Path) -> None:
+    source = bucket.add(folder, f"some/folder-{cached}")
+    words = [f"--cache_dir={tmp_path / 'cache'}"] if cached else []
+    with Proxy(bucket.server) as proxy:
+        env = bucket.environment(proxy.url)
+        planned = run(source, tmp_path, "--dry_run", *words, env=env)
+        assert planned.code == 0, planned.stderr
+        done = run(source, tmp_path, *words, env=env)
+        assert done.code == 0, done.stderr
+        assert digests(tmp_path / "out" / "0") == expected
+        described = json.loads((tmp_path / "report.json").read_bytes())["source"]
+        assert [(file["bytes"], file["crc32c"]) for file in described["files"]] == [
+            (len(content), f"{crc32c(content):08x}")
+            for content in (path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
+        ]
+        skipped = run(source, tmp_path, "--if_exists=skip", *words, env=env)
+        assert skipped.code == 0, skipped.stderr
+        assert "nothing to do" in skipped.stderr
+        checked = verify(tmp_path / "out", source, *words, env=env)
+        assert checked.returncode == 0, checked.stderr
+        if cached:
+            proxy.requests.clear()
+            again = run(source, tmp_path, "--if_exists=overwrite", *words, env=env)
+            assert again.code == 0, again.stderr
+            assert not [address for _, address, _ in proxy.requests if "alt=media" in address]
+        else:
+            assert not (tmp_path / "cache").exists()
+    assert not files_below(tmp_path / "tmp")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.scan][:3], ids=str)
+def test_bucket_equals_maxtext(case: Case, bucket: Bucket, tmp_path: Path) -> None:
+    """Against MaxText's own conversion of the same weights."""
+    oracle = json.loads((DATA / case.family / "oracle.json").read_bytes())
+    done = to_maxtext_process(
+        f"model_name={oracle['model_name']}",
+        f"base_output_directory={tmp_path / 'out'}",
+        f"hf_model_path={bucket.add(DATA / case.family / case.source, f'{case.family}-{case.source}')}",
+        f"--save_dtype={'float32' if case.source == 'hf_f32' else 'bfloat16'}",
+        *(f"{word}={value}" for word, value in oracle["words"].items()),
+        env=bucket.environment(),
+    )
+    assert done.code == 0, done.stderr
+    assert digests(tmp_path / "out" / "0") == {name: array["sha256"] for name, array in case.expected["arrays"].items()}
+
+
+def test_damaged_range_of_a_bucket_is_found(bucket: Bucket, folder: Path, tmp_path: Path) -> None:
+    source = bucket.add(folder, "damaged")
+    with Proxy(bucket.server) as proxy:
+        proxy.faults = Faults(flip=1.0, only=lambda method, address: "alt=media" in address and "00002-of" in address)
+        done = run(source, tmp_path, "--retry_seconds=2", env=bucket.environment(proxy.url))
+    # Either the header makes no sense or the checksum is another.
+    assert done.code in (2, 3), done.stderr
+    assert len(done.errors) == 1
+    assert not (tmp_path / "out" / "0").exists()
+
+
+def test_damaged_weights_of_a_bucket_are_found(bucket: Bucket, folder: Path, tmp_path: Path) -> None:
+    source = bucket.add(folder, "damaged-once")
+    for cached in (False, True):
+        asked: list[str] = []
+
+        def once(method: str, address: str, asked: list[str] = asked) -> bool:
+            # The sixth is none of config, index and headers.
+            if "alt=media" in address:
+                asked.append(address)
+            return "alt=media" in address and len(asked) == 7
+
+        with Proxy(bucket.server, Faults(flip=1.0, only=once)) as proxy:
+            words = [f"--cache_dir={tmp_path / 'cache'}"] if cached else []
+            done = run(source, tmp_path, *words, env=bucket.environment(proxy.url))
+            if cached:
+                continue
+            assert proxy.count("flip") == 1
+        assert done.code == 3, done.stderr
+        assert "CRC-32C" in done.errors[0]
+        assert not (tmp_path / "out" / "0").exists()
+
+
+def test_object_that_is_replaced_meanwhile(bucket: Bucket, folder: Path, tmp_path: Path) -> None:
+    source = bucket.add(folder, "replaced")
+    name = sorted(path.name for path in folder.glob("*.safetensors"))[0]
+
+    def replace(method: str, address: str) -> bool:
+        if name in address and "alt=media" in address:
+            bucket.put(f"replaced/{name}", (folder / name).read_bytes()[:-2] + b"ab")
+        return False
+
+    with Proxy(bucket.server, Faults(only=replace)) as proxy:
+        done = run(source, tmp_path, "--retry_seconds=2", env=bucket.environment(proxy.url))
+    assert done.code in (2, 3), done.stderr
+    assert not (tmp_path / "out" / "0").exists()
+
+
+@pytest.mark.parametrize("path", ["gs://models/nothing", "gs://other-bucket/x"])
+def test_bucket_that_lacks_it(path: str, bucket: Bucket, tmp_path: Path) -> None:
+    done = run(path, tmp_path, env=bucket.environment())
+    assert done.code == 2, done.stderr
+    assert len(done.errors) == 1
+
+
+def test_bucket_with_pickles_only(bucket: Bucket, folder: Path, tmp_path: Path) -> None:
+    bucket.put("pickles/config.json", (folder / "config.json").read_bytes())
+    bucket.put("pickles/pytorch_model.bin", b"pickle")
+    with Proxy(bucket.server) as proxy:
+        done = run("gs://models/pickles", tmp_path, env=bucket.environment(proxy.url))
+        assert not [address for _, address, _ in proxy.requests if "pytorch_model" in address]
+    assert done.code == 2, done.stderr
+    assert "pickles" in done.errors[0]
+
+
+def test_local_run_imports_nothing_of_the_network() -> None:
+    code = (
+        "import sys; import converter.run; "
+        "print([name for name in ('requests', 'google.auth', 'huggingface_hub', 'google.cloud.storage') "
+        "if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
