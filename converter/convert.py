@@ -14,6 +14,7 @@ from converter import memory, output, report
 from converter.command import load_command
 from converter.errors import ConverterError, RequestError, WorldError
 from converter.geometry import check_tensors, make_geometry
+from converter.hf.quantised import Weights, open_weights
 from converter.hf.repository import NUMPY_DTYPES, Repository, locate, open_repository
 from converter.mapping import Geometry, parameters
 from converter.maxtext import devices
@@ -58,7 +59,7 @@ class Outcome:
 class _Planned:
     """Everything known before the first byte is written."""
 
-    repository: Repository
+    weights: Weights
     geometry: Geometry
     plan: Plan
     schedule: Schedule
@@ -99,22 +100,25 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
 def make_planned(request: Request, repository: Repository) -> _Planned:
     """The plan of a request for an opened repository."""
     geometry = make_geometry(request, repository.config)
-    check_tensors(request.family, geometry, repository)
+    save_dtype = SAVE_DTYPES[request.save_dtype]
+    weights = open_weights(repository, save_dtype)
+    check_tensors(request.family, geometry, weights)
     made = parameters(
         request.family,
         geometry,
-        repository.tensors,
-        save_dtype=SAVE_DTYPES[request.save_dtype],
+        weights.tensors,
+        save_dtype=save_dtype,
         scan=request.scan,
         scan_axis=request.scan_axis,
     )
     storage = Storage(request.ocdbt, request.zarr3, request.compression, request.chunk_bytes)
     plan = make_plan(made, repository.positions(), devices=request.devices, scan=request.scan, storage=storage)
-    budget = request.memory_budget or default_budget(plan, request.threads, memory.limit())
+    scratch = weights.scratch_bytes
+    budget = request.memory_budget or default_budget(plan, request.threads, memory.limit(), scratch)
     if budget < plan.largest_chunk:
         log.warning("memory_budget=%d is below the largest chunk: raised to its %d bytes", budget, plan.largest_chunk)
         budget = plan.largest_chunk
-    return _Planned(repository, geometry, plan, Schedule(plan, budget, request.threads))
+    return _Planned(weights, geometry, plan, Schedule(plan, budget, request.threads, scratch))
 
 
 def expected_stored(plan: Plan) -> int:
@@ -147,7 +151,7 @@ def _already_there(request: Request, fingerprint: str) -> bool:
 
 
 def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memory.Monitor, phases: Phases) -> None:
-    plan, repository = planned.plan, planned.repository
+    plan, weights, repository = planned.plan, planned.weights, planned.weights.repository
     memory.use_few_arenas()
     devices.start(request.devices)
     if plan.largest_chunk >= memory.LARGE_CHUNK_BYTES:
@@ -158,8 +162,9 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
     with Meter("converting", plan.nbytes, monitor) as meter:
         writer = Writer(
             planned.schedule,
-            box_reader(repository),
-            repository.prefetch if planned.schedule.rereads(memory.limit()) else None,
+            box_reader(weights),
+            weights.encodings,
+            weights.prefetch if planned.schedule.rereads(memory.limit()) else None,
             digests.add if request.report is not None else None,
             meter.add,
             stop,

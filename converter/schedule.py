@@ -48,11 +48,13 @@ class Schedule:
     Attributes:
       budget: bytes of uncompressed chunks in a group; one chunk at least.
       threads: how many threads fill, compress and write.
+      scratch: bytes that each of them needs to decode its source.
     """
 
     plan: Plan
     budget: int
     threads: int
+    scratch: int = 0
 
     @cached_property
     def groups(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -90,7 +92,9 @@ class Schedule:
         """Predicted peak of anonymous memory, bytes."""
         chunks = max(self.groups, key=lambda group: sum(chunk.nbytes for chunk in group), default=())
         size = sum(chunk.nbytes for chunk in chunks)
-        return _process(self.plan.devices) + _peak(size, len(chunks), self.plan.largest_chunk, self.threads)
+        return _process(self.plan.devices, self.threads * self.scratch) + _peak(
+            size, len(chunks), self.plan.largest_chunk, self.threads
+        )
 
     def rereads(self, memory_limit: int) -> bool:
         """Whether the page cache is too small for the sources that a pass over them leaves for the next pass.
@@ -113,8 +117,8 @@ def aligned(size: int) -> int:
     return -(-size // 64) * 64
 
 
-def _process(devices: int) -> int:
-    return BASE_BYTES + DEVICE_BYTES * devices
+def _process(devices: int, scratch: int) -> int:
+    return BASE_BYTES + DEVICE_BYTES * devices + scratch
 
 
 def _batch(budget: int) -> int:
@@ -129,7 +133,7 @@ def _peak(size: int, count: int, chunk: int, threads: int) -> int:
     return int(size + max(busy, _STORED_FRACTION * busy + batches * _batch(size)))
 
 
-def default_budget(plan: Plan, threads: int, memory_limit: int) -> int:
+def default_budget(plan: Plan, threads: int, memory_limit: int, scratch: int = 0) -> int:
     """Bytes of chunks in a group: what the promise on memory allows and no more than a quarter of the machine.
 
     Small chunks need less than that to keep the threads busy, and a group that is small itself stays nearer to the
@@ -137,13 +141,14 @@ def default_budget(plan: Plan, threads: int, memory_limit: int) -> int:
 
     Args:
       memory_limit: bytes this process may use.
+      scratch: bytes that each thread needs to decode its source.
     """
     chunk = max(1, plan.largest_chunk)
     promised = (PROMISED_BYTES + PROMISED_CHUNKS * chunk) * _MARGIN
-    room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices)
+    room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices, threads * scratch)
     counts = range(1, max(2, int(room // chunk) + 1))
     count = max(1, bisect.bisect_right(counts, room, key=lambda count: _peak(count * chunk, count, chunk, threads)))
     enough = threads * math.ceil(_BUSY_BYTES / (chunk * threads))
-    if enough < count and not Schedule(plan, enough * chunk, threads).rereads(memory_limit):
+    if enough < count and not Schedule(plan, enough * chunk, threads, scratch).rereads(memory_limit):
         count = enough
     return count * chunk
