@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ import ml_dtypes
 import numpy as np
 from checkpoints import BFLOAT16, DATA, Tensors, write_folder
 from reading import source_tensors
+
+from converter.families import MODELS
+from converter.mapping import stored_shapes
 
 FLOAT32 = np.dtype(np.float32)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -217,3 +221,41 @@ def mxfp4() -> Quantised:
         narrow[tensor] = np.ascontiguousarray(to_bfloat16(wide).swapaxes(1, 2))
     wide = {name: values.astype(np.float32) for name, values in narrow.items()}
     return Quantised(name, config, stored, wide, narrow)
+
+
+def write_hole(folder: Path, model_name: str, layers: int, quantization: Mapping[str, Any]) -> Path:
+    """A repository of a published geometry, cut to some layers, whose data are a hole: any size, no disk.
+
+    Its matrices are in E4M3 with a scale for blocks of 128 x 128, or its fused experts in MXFP4.
+    """
+    family = MODELS[model_name]
+    config = {
+        **family.models[model_name].config,
+        "num_hidden_layers": layers,
+        "architectures": list(family.architectures),
+        "model_type": family.model_types[0],
+    }
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in stored_shapes(family, family.fill(config)).items():
+        if quantization["quant_method"] == "fp8" and LINEAR.fullmatch(name):
+            tensors[name] = ("F8_E4M3", shape)
+            tensors[f"{name}_scale_inv"] = ("F32", (-(-shape[0] // 128), -(-shape[1] // 128)))
+        elif quantization["quant_method"] == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = shape
+            tensors[f"{name}_blocks"] = ("U8", (experts, rows, columns // 32, 16))
+            tensors[f"{name}_scales"] = ("U8", (experts, rows, columns // 32))
+        else:
+            tensors[name] = ("BF16", shape)
+    sizes = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4}
+    entries, position = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        end = position + math.prod(shape) * sizes[dtype]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    header = json.dumps(entries).encode()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": dict(quantization)}))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + position)
+    return folder

@@ -24,7 +24,7 @@ from converter.hf.repository import Repository
 FP4_BLOCK = 32
 """Elements of a row that share a scale, in all of the four-bit formats."""
 
-_TABLE_RUN = 2048
+_TABLE_RUN = 8192
 """A block's part of a box from this size on is worth a table of its own products."""
 
 _TILE = 1 << 16
@@ -128,7 +128,8 @@ def _bits(dtype: np.dtype) -> np.dtype:
 
 @cache
 def _e4m3() -> np.ndarray:
-    return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    values: np.ndarray = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return values
 
 
 def _wide(scales: np.ndarray, code: str) -> np.ndarray:
@@ -192,11 +193,10 @@ def _pairs(dtype: np.dtype, nan: bool) -> np.ndarray:
     codes = np.arange(256, dtype=np.uint8)
     both = np.stack([codes & 15, codes >> 4], axis=-1)
     values = both.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    scales = np.ldexp(np.float32(1), np.arange(256) - 127).astype(np.float32)
+    products = np.ldexp(values, np.arange(-127, 129).reshape(-1, 1, 1))
     if nan:
-        scales[255] = np.nan
-    products = (values * scales[:, np.newaxis, np.newaxis]).astype(dtype)
-    return np.ascontiguousarray(products).view(f"u{2 * dtype.itemsize}").reshape(-1)
+        products[255] = np.nan
+    return np.ascontiguousarray(products.astype(dtype)).view(f"u{2 * dtype.itemsize}").reshape(-1)
 
 
 def _decode_four_bits(
@@ -206,7 +206,7 @@ def _decode_four_bits(
     if rows.step is not None or encoding.block[0] > 1:
         first = rows.start // encoding.block[0]
         scales = scales[np.asarray(_positions(rows)) // encoding.block[0] - first]
-    # An exponent in U8 that is all ones is infinity to transformers; in E8M0 it is not a number.
+    # An exponent in U8 that is all ones is one like others to transformers; in E8M0 it means no number.
     table = _pairs(numbers.dtype, repository.tensors[encoding.scale].dtype == "F8_E8M0")
     last = _positions(columns)[-1]
     begin, end = columns.start // 2, last // 2 + 1
