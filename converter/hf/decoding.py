@@ -6,13 +6,12 @@ inference/kernel.py (weight_dequant), transformers' integrations/finegrained_fp8
 compressed-tensors, which rounds to the scale's dtype in between. Codes: E4M3 and E2M1, scales in E8M0, of the OCP
 Microscaling Formats specification 1.0.
 
-All products that a block can have are computed first, one for each code, and then looked up.
+All products that a scale can have are computed first, one for each code, and then looked up.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,8 +23,11 @@ from converter.hf.repository import Repository
 FP4_BLOCK = 32
 """Elements of a row that share a scale, in all of the four-bit formats."""
 
-_TABLE_RUN = 8192
-"""A block's part of a box from this size on is worth a table of its own products."""
+_TABLES = 256
+"""Of 256 products each, in which one number of 16 bits finds its way."""
+
+_PER_TABLE = 256
+"""Where fewer numbers than this share a scale, they are multiplied one by one."""
 
 _TILE = 1 << 16
 """Elements decoded at a time, so that what lies between the steps stays in the second-level cache."""
@@ -104,17 +106,6 @@ def _stored(
     return codes.view(np.uint8).reshape(-1, width)[:: rows.step or 1], scales.reshape(-1, across)
 
 
-def _runs(part: slice, block: int) -> Iterator[tuple[int, slice]]:
-    """The blocks that an axis's part touches: the number of each and the positions of the part that lie in it."""
-    step = part.step or 1
-    count = len(_positions(part))
-    for number in range(part.start // block, (part.start + (count - 1) * step) // block + 1):
-        first = max(0, -(-(number * block - part.start) // step))
-        end = min(count, -(-((number + 1) * block - part.start) // step))
-        if first < end:
-            yield number, slice(first, end)
-
-
 def _rounded(values: np.ndarray, through: np.dtype | None, dtype: np.dtype) -> np.ndarray:
     return (values if through is None else values.astype(through)).astype(dtype, copy=False)
 
@@ -123,7 +114,7 @@ def _bits(dtype: np.dtype) -> np.dtype:
     return np.dtype(f"u{dtype.itemsize}")
 
 
-# Eight bits: a table of 256 products for every block.
+# Eight bits: a table of the 256 products of every scale.
 
 
 @cache
@@ -145,43 +136,35 @@ def _decode_eight_bits(
 ) -> None:
     codes, stored = _stored(repository, encoding, matrix, rows, encoding.shape[-1])
     codes = codes[:, columns]
-    first = rows.start // encoding.block[0]
     scales = _wide(stored, repository.tensors[encoding.scale].dtype)
-    if min(encoding.block[0], codes.shape[0]) * min(encoding.block[1], codes.shape[1]) < _TABLE_RUN:
-        _multiply(encoding, codes, scales, (rows, columns), first, numbers)
-        return
-    across = list(_runs(columns, encoding.block[1]))
-    left, right = across[0][0], across[-1][0] + 1
-    bits = numbers.view(_bits(numbers.dtype))
-    for block, down in _runs(rows, encoding.block[0]):
-        products = _e4m3() * scales[block - first, left:right, np.newaxis]
-        tables = _rounded(products, encoding.through, numbers.dtype).view(bits.dtype)
-        for number, part in across:
-            step = max(1, _TILE // (part.stop - part.start))
-            for start in range(down.start, down.stop, step):
-                tile = slice(start, min(start + step, down.stop))
-                bits[tile, part] = np.take(tables[number - left], codes[tile, part])
-
-
-def _multiply(
-    encoding: Encoding,
-    codes: np.ndarray,
-    scales: np.ndarray,
-    box: tuple[slice, slice],
-    first: int,
-    numbers: np.ndarray,
-) -> None:
-    """Where blocks are small, as rows are: multiply what they hold."""
-    down = np.asarray(_positions(box[0])) // encoding.block[0] - first
-    across = np.asarray(_positions(box[1])) // encoding.block[1]
-    whole = scales.shape[1] == 1
+    # Which scale of `scales` each row and column has.
+    down = np.asarray(_positions(rows)) // encoding.block[0] - rows.start // encoding.block[0]
+    across = np.asarray(_positions(columns)) // encoding.block[1]
+    left, right = int(across[0]), int(across[-1]) + 1
+    scales, across = scales[:, left:right], across - left
+    count = right - left
     step = max(1, _TILE // codes.shape[1])
-    for start in range(0, codes.shape[0], step):
-        tile = slice(start, start + step)
-        values = np.take(_e4m3(), codes[tile])
-        factors = scales[down[tile]]
-        values *= factors if whole else factors[:, across]
-        numbers[tile] = _rounded(values, encoding.through, numbers.dtype)
+    if count > _TABLES or codes.size < _PER_TABLE * scales.size:
+        for start in range(0, codes.shape[0], step):
+            tile = slice(start, start + step)
+            values = np.take(_e4m3(), codes[tile])
+            factors = scales[down[tile]]
+            values *= factors if count == 1 else factors[:, across]
+            numbers[tile] = _rounded(values, encoding.through, numbers.dtype)
+        return
+    bits = numbers.view(_bits(numbers.dtype))
+    offsets = (across << 8).astype(np.uint16)
+    for first in range(0, scales.shape[0], _TABLES // count):
+        some = scales[first : first + _TABLES // count]
+        products = _rounded(_e4m3() * some[..., np.newaxis], encoding.through, numbers.dtype)
+        table = products.view(bits.dtype).reshape(-1)
+        begin, end = np.searchsorted(down, (first, first + len(some)))
+        for start in range(begin, end, step):
+            tile = slice(start, min(start + step, end))
+            which = codes[tile] if count == 1 else codes[tile] + offsets
+            if len(some) > 1:
+                which = which + ((down[tile, np.newaxis] - first) * count << 8).astype(np.uint16)
+            bits[tile] = np.take(table, which)
 
 
 # Four bits: one table of the products of every scale with every byte, which is two codes.
