@@ -15,7 +15,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from converter.families import MODELS
-from converter.mapping import stored_shapes
+from converter.mapping import integer_tensors, stored_shapes
+from converter.models import MODELS
 from converter.rules import Family
 
 FILE_BYTES = 4_000_000_000
@@ -120,8 +120,9 @@ def write_checkpoint(
         else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     )
     weights = _Weights(FLOATS[dtype], seed)
+    integers = integer_tensors(MODELS[model_name], MODELS[model_name].fill(config))
     for name, tensors in zip(names, shards, strict=True):
-        _write_file(folder / name, {tensor: shapes[tensor] for tensor in tensors}, weights)
+        _write_file(folder / name, {tensor: shapes[tensor] for tensor in tensors}, weights, integers)
     if len(shards) > 1:
         weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
         index = {"metadata": {"total_size": total_bytes(shapes, dtype)}, "weight_map": weight_map}
@@ -144,14 +145,14 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], file_bytes: int, itemsize: in
     return shards
 
 
-def _write_file(path: Path, shapes: Mapping[str, tuple[int, ...]], weights: _Weights) -> None:
+def _write_file(path: Path, shapes: Mapping[str, tuple[int, ...]], weights: _Weights, integers: Container[str]) -> None:
     """One safetensors file, its tensors in the order of their names, as the library writes them."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name in sorted(shapes):
-        nbytes = math.prod(shapes[name]) * weights.float.dtype.itemsize
+        nbytes = math.prod(shapes[name]) * (8 if name in integers else weights.float.dtype.itemsize)
         header[name] = {
-            "dtype": weights.float.code,
+            "dtype": "I64" if name in integers else weights.float.code,
             "shape": list(shapes[name]),
             "data_offsets": [position, position + nbytes],
         }
@@ -162,6 +163,9 @@ def _write_file(path: Path, shapes: Mapping[str, tuple[int, ...]], weights: _Wei
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in sorted(shapes):
+            if name in integers:
+                file.write(np.zeros(shapes[name], np.int64).data)
+                continue
             for block in weights.blocks(name, math.prod(shapes[name])):
                 file.write(block.data)
 

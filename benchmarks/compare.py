@@ -30,7 +30,7 @@ from benchmarks.measure import (
     warm,
     weight_files,
 )
-from converter.families import MODELS
+from converter.models import MODELS
 
 CP, ZSTD, SCANNED, UNSCANNED, ONE_THREAD = "cp", "zstd -3", "scanned", "unscanned", "scanned, 1 thread"
 MAXTEXT_SCANNED, MAXTEXT_UNSCANNED = "MaxText scanned", "MaxText unscanned"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measure import CommandError, Run, chill, machine, markdown, run, scratch, size, to_maxtext, weight_files
-from converter.families import MODELS
+from converter.models import MODELS
 from converter.words import parse_bytes
 
 

@@ -10,11 +10,13 @@ import numpy as np
 
 from converter.errors import RequestError
 from converter.hf.quantised import Weights, read_scheme
-from converter.mapping import Geometry, namer, stored_shapes
-from converter.patterns import parse_pattern
+from converter.mapping import Geometry, namer, stored_shapes, used_rules
 from converter.request import Request
 from converter.rules import Family
 from converter.words import parse_bool, parse_count
+
+_MAX_LAYERS = 10_000
+"""No model has as many; what claims to is broken."""
 
 _COMPARE_BYTES = 4 << 20
 
@@ -59,23 +61,17 @@ def check_architecture(family: Family, name: str, config: Mapping[str, Any], *, 
         filled = family.fill(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise RequestError(f"config.json lacks or spoils a size that others follow from: {error}") from None
-    for key in _size_keys(family, filled, multimodal=multimodal):
+    _, stacks = family.parts(multimodal=multimodal)
+    for stack in stacks:
+        _check_size(stack.layers, filled.get(stack.layers), _MAX_LAYERS)
+    names = {name for rule in used_rules(family, filled, multimodal=multimodal) for name in rule.names}
+    for key in sorted(family.dims[name] for name in names):
         _check_size(key, filled.get(key))
     return filled
 
 
-def _size_keys(family: Family, config: Mapping[str, Any], *, multimodal: bool) -> set[str]:
-    """The keys of config.json that the rules need."""
-    rules, stacks = family.parts(multimodal=multimodal)
-    held = (*rules, *(rule for stack in stacks for rule in stack.rules))
-    names = {
-        name for rule in held if rule.when is None or rule.when(config) for name in parse_pattern(rule.pattern).names
-    }
-    return {*(family.dims[name] for name in names), *(stack.layers for stack in stacks)}
-
-
-def _check_size(key: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+def _check_size(key: str, value: object, most: int = 2**31) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < most:
         raise RequestError(f"config.json gives no usable {key}: {value!r}")
 
 

@@ -16,11 +16,13 @@ class Block:
     """The arrays of one MaxText layer, or of one stack of layers.
 
     Attributes:
+      stack: the stack they belong to.
       target: prefix of their names.
       layers: numbers of the repository's layers, the first ones where several are merged: a single number, or an
         array of one or two axes which the parameters have too.
     """
 
+    stack: Stack
     target: str
     layers: np.ndarray
 
@@ -30,15 +32,19 @@ class Block:
         Raises:
           RequestError: it is for some of them only.
         """
-        if rule.layers is None:
+        wanted = rule.layers.split()
+        if not wanted:
             return True
-        kinds = {rule.layers(config, int(layer)) for layer in self.layers.flat}
-        if len(kinds) > 1:
+        of_kind = set()
+        for layer in self.layers.flat:
+            kinds = self.stack.kinds(config, int(layer))
+            of_kind.add(all((kind.lstrip("!") in kinds) != kind.startswith("!") for kind in wanted))
+        if len(of_kind) > 1:
             numbers = ", ".join(map(str, self.layers.flat[:6]))
             raise RequestError(
                 f"layers {numbers}, ... are of several kinds and cannot be scanned as one; give scan_layers=false"
             )
-        return kinds == {True}
+        return of_kind == {True}
 
 
 def extent(stack: Stack, config: Config, layers: int) -> tuple[int, int]:
@@ -63,12 +69,12 @@ def blocks(stack: Stack, config: Config, layers: int, *, scan: bool) -> Iterator
     numbers = np.arange(first, end, stack.merged)
     if not scan or stack.scanned == "":
         for i, number in enumerate(numbers):
-            yield Block(f"{stack.target}_{i + (0 if stack.restart else first)}", np.asarray(number))
+            yield Block(stack, f"{stack.target}_{i + (0 if stack.restart else first)}", np.asarray(number))
         return
     prefix = stack.scanned or stack.target
     if not stack.slots:
         if len(numbers):
-            yield Block(prefix, numbers)
+            yield Block(stack, prefix, numbers)
         return
     cycle = sum(slot.count for slot in stack.slots)
     whole = len(numbers) - len(numbers) % cycle
@@ -79,7 +85,7 @@ def blocks(stack: Stack, config: Config, layers: int, *, scan: bool) -> Iterator
     for slot in stack.slots:
         taken = cycles[:, start : start + slot.count]
         if whole:
-            yield Block(f"{prefix}.{slot.name}", taken if slot.count > 1 else taken[:, 0])
+            yield Block(stack, f"{prefix}.{slot.name}", taken if slot.count > 1 else taken[:, 0])
         start += slot.count
     for slot, number in zip(stack.slots, numbers[whole:], strict=False):
-        yield Block(f"{stack.remainder}.{slot.name}", np.asarray(number))
+        yield Block(stack, f"{stack.remainder}.{slot.name}", np.asarray(number))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from converter.families import FAMILIES
 from converter.mapping import stored_shapes
+from converter.models import FAMILIES
 from converter.rules import Family
 from converter.show import table
 from converter.words import MAXTEXT_VERSION
 
+_WAYS = ("scanned", "unscanned", "multimodal")
 _MAXTEXT = {"converter": "converts", "model": "model only", "": "no"}
 
 
@@ -18,6 +19,12 @@ def parameter_count(family: Family, name: str) -> int:
     """Parameters in the repository that a name stands for, by its published geometry; tied ones once."""
     config = family.fill(family.models[name].config)
     return sum(math.prod(shape) for shape in stored_shapes(family, config).values())
+
+
+def conversions(family: Family) -> list[str]:
+    """The ways in which a family's repositories can be converted."""
+    scanned = [] if family.unscannable else ["scanned"]
+    return [*scanned, "unscanned", *(["multimodal"] if family.tower else [])]
 
 
 def entries() -> list[dict[str, Any]]:
@@ -28,8 +35,8 @@ def entries() -> list[dict[str, Any]]:
             "hub": model.hub,
             "family": family.name,
             "parameters": parameter_count(family, name),
-            "to_maxtext": ["unscanned"] if family.unscannable else ["scanned", "unscanned"],
-            "multimodal": family.tower is not None,
+            "to_maxtext": conversions(family),
+            "checked": [way for way in conversions(family) if way in family.checked],
             "to_huggingface": False,
             "maxtext": model.maxtext,
             "note": model.note,
@@ -46,15 +53,22 @@ def show() -> str:
             entry["model_name"],
             entry["hub"],
             f"{entry['parameters'] / 1e9:.2f}B",
-            ", ".join(entry["to_maxtext"]),
+            *(
+                "-" if way not in entry["to_maxtext"] else "equal" if way in entry["checked"] else "yes"
+                for way in _WAYS
+            ),
+            "yes" if entry["to_huggingface"] else "no",
             _MAXTEXT[entry["maxtext"]],
             entry["note"],
         )
         for entry in entries()
     ]
-    header = ("model_name", "repository", "size", "to MaxText", f"MaxText {MAXTEXT_VERSION}", "note")
+    header = ("model_name", "repository", "size", *_WAYS, "back", f"MaxText {MAXTEXT_VERSION}", "note")
     return (
         f"{table(header, rows)}\n\n"
-        f"The last but one column: whether MaxText {MAXTEXT_VERSION} knows the name and converts it itself.\n"
+        "size: parameters of the text model, tied ones once. back: to Hugging Face.\n"
+        "equal: what MaxText's own converter makes of a small model is made here to the bit; yes: derived from\n"
+        "MaxText's model, whose own converter gave nothing to compare with; -: MaxText has no such form.\n"
+        f"MaxText {MAXTEXT_VERSION}: whether it knows the name and converts it itself.\n"
         "A fine-tune converts under its base model's name with hf_model_path=<folder or hub id>."
     )

@@ -20,7 +20,7 @@ from converter.errors import RequestError
 from converter.hf.repository import NUMPY_DTYPES, WEIGHT_DTYPES
 from converter.hf.safetensors import StoredTensor
 from converter.layers import blocks
-from converter.patterns import Axis, choice, parse_axes, parse_pattern
+from converter.patterns import Axis, choice, evaluate, parse_axes, parse_pattern
 from converter.rules import AddOne, Family, Form, HalvesToPairs, Rule, Scale
 
 Box = tuple[slice, ...]
@@ -263,10 +263,8 @@ class _Sizes:
         self._family, self._config, self._vocab_size = family, config, vocab_size
 
     def __getitem__(self, name: str) -> int:
-        if name[0].isdigit():
-            chosen = choice(name)
-            return chosen[1] if chosen else int(name)
-        return int(self._config[self._family.dims[name]])
+        chosen = choice(name)
+        return chosen[1] if chosen else evaluate(name, lambda part: int(self._config[self._family.dims[part]]))
 
     def product(self, names: tuple[str, ...]) -> int:
         return math.prod(self[name] for name in names)
@@ -438,6 +436,12 @@ def _placed(family: Family, geometry: Geometry, *, scan: bool) -> Iterator[_Plac
                     )
 
 
+def used_rules(family: Family, config: Mapping[str, Any], *, multimodal: bool) -> Iterator[Rule]:
+    """The rules that hold in a whole repository with this configuration."""
+    layers = int(config[family.stacks[0].layers])
+    yield from (placed.rule for placed in _placed(family, Geometry(config, 1, layers, multimodal), scan=False))
+
+
 def stored_shapes(
     family: Family,
     config: Mapping[str, Any],
@@ -462,6 +466,16 @@ def stored_shapes(
         for source in _sources(placed.rule, form, sizes):
             shapes[name(placed.source(layer, source.name))] = source.stored_shape
     return shapes
+
+
+def integer_tensors(family: Family, config: Mapping[str, Any]) -> set[str]:
+    """Of the tensors that `stored_shapes` names those that hold integers, in repositories as int64."""
+    layers = int(config[family.stacks[0].layers])
+    return {
+        placed.source(0 if placed.layers is None else int(placed.layers), placed.rule.source)
+        for placed in _placed(family, Geometry(config, 1, layers), scan=False)
+        if placed.rule.dtype and np.dtype(placed.rule.dtype).kind == "i"
+    }
 
 
 def _form(placed: _Placed, layer: int, sizes: _Sizes, name: Namer, tensors: Mapping[str, StoredTensor] | None) -> Form:

@@ -3,6 +3,7 @@
 `"(q d) e -> e q d"` reads a stored matrix of q*d rows and e columns and lays it out as [e, q, d]. Names are
 dimensions; a number is an axis of that length. Beyond that:
 
+* `q*d`, `n+r`, `ve/vh` in the place of a name: one axis, its length a product, a sum, a whole quotient.
 * `x (1/2 f) e -> x e f`: of an axis of two, the second. It does not appear on the right.
 * `(<k d> | k d | v w) e -> ...`: the first stored axis is three parts one after the other; this rule reads the one
   in angle brackets.
@@ -13,7 +14,9 @@ dimensions; a number is an axis of that length. Beyond that:
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -47,14 +50,26 @@ class Pattern:
     def names(self) -> set[str]:
         """Every dimension in it, numbers and choices left out."""
         axes = (*self.stored, *self.target)
-        found = {name for axis in axes for part in (*axis.parts, axis.outer) for name in part}
-        return {name for name in found if not name[0].isdigit()}
+        lengths = (length for axis in axes for part in (*axis.parts, axis.outer) for length in part)
+        return {name for length in lengths for name in re.findall(r"[a-z]\w*", length)}
+
+
+def evaluate(length: str, size: Callable[[str], int]) -> int:
+    """The length of an axis: a name, a number, or sums of products of quotients of them."""
+
+    def quotient(text: str) -> int:
+        first, *others = (int(part) if part.isdigit() else size(part) for part in text.split("/"))
+        for other in others:
+            first //= other
+        return first
+
+    return sum(math.prod(map(quotient, term.split("*"))) for term in length.split("+"))
 
 
 def choice(name: str) -> tuple[int, int] | None:
     """Of `"1/2"`: the index and how many there are."""
-    index, slash, count = name.partition("/")
-    return (int(index), int(count)) if slash else None
+    index, _, count = name.partition("/")
+    return (int(index), int(count)) if index.isdigit() and count.isdigit() else None
 
 
 @cache

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from converter.errors import RequestError
-from converter.families import MODELS
 from converter.maxtext.devices import MAX_DEVICES
 from converter.maxtext.layout import STEP
+from converter.models import MODELS
 from converter.rules import Family, Model
 from converter.words import MAXTEXT_VERSION, Words, parse_bool, suggest
 
@@ -218,7 +218,7 @@ def _check_environment(values: Mapping[str, Any]) -> None:
         )
 
 
-_MUST_BE_FALSE = ("fused_qkv", "fused_mlp", "use_audio", "share_kv_projections")
+_MUST_BE_FALSE = ("fused_qkv", "fused_mlp", "share_kv_projections")
 """MaxText's words that, when true, would give the model other parameters than its converter writes."""
 
 _MUST_BE_EMPTY = {
@@ -236,6 +236,11 @@ def _check_others(words: Words, family: Family) -> list[str]:
             continue
         if key in _MUST_BE_EMPTY and text not in ("", "''", '""', "null", "None"):
             raise RequestError(f"{key}={text}: {_MUST_BE_EMPTY[key]}")
+        hears = bool(words.values["use_multimodal"] and family.tower and family.tower.audio)
+        if key == "use_audio" and _boolean(key, text) != hears:
+            raise RequestError(
+                f"use_audio={text}: here it must be {str(hears).lower()}, as use_multimodal and model ask"
+            )
         if key in _MUST_BE_FALSE and _boolean(key, text):
             raise RequestError(f"{key}={text} gives the model other parameters than a conversion writes; drop it")
         if key == "decoder_block" and text != family.decoder_block:

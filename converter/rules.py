@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from converter.patterns import parse_pattern
+
 Config = Mapping[str, Any]
 """config.json with the family's defaults filled in, its text model's keys at the root, the others' as "a.b"."""
 
@@ -69,7 +71,8 @@ class Rule:
       at: which of the stack's `merged` source layers this rule reads.
       dtype: the parameter's dtype where it does not follow `--save_dtype`.
       when: the rule holds only for configurations for which this is true.
-      layers: the rule holds only for source layers for which this is true.
+      layers: the rule holds only for layers of these kinds, as the stack tells them: "own !global" for what is the
+        first and not the second.
       forms: other ways in which it is stored; the first whose tensor is there, in the right shape, counts.
       collection: MaxText's collection of variables.
       scan_axis: the axis on which layers are stacked, where it is not the usual one.
@@ -83,11 +86,28 @@ class Rule:
     at: int = 0
     dtype: str | None = None
     when: Callable[[Config], bool] | None = None
-    layers: Callable[[Config, int], bool] | None = None
+    layers: str = ""
     forms: tuple[Form, ...] = ()
     collection: str = "params"
     scan_axis: int | None = None
     constant: float = 0.0
+
+    @property
+    def names(self) -> set[str]:
+        """The dimensions that its patterns speak of."""
+        return set().union(
+            *(parse_pattern(pattern).names for pattern in (self.pattern, *(f.pattern for f in self.forms)))
+        )
+
+
+def rules(*table: tuple[str, str, str], prefix: str = "", source: str = "", **options: Any) -> tuple[Rule, ...]:
+    """Rules from rows of target, source and pattern; the rest is the same for all of them."""
+    return tuple(Rule(f"{prefix}{target}", f"{source}{name}", pattern, **options) for target, name, pattern in table)
+
+
+def affine(target: str, source: str, pattern: str, bias: str, name: str = "kernel") -> tuple[Rule, ...]:
+    """A matrix, or with name="scale" a norm, and its bias."""
+    return rules((f"{target}.{name}", f"{source}.weight", pattern), (f"{target}.bias", f"{source}.bias", bias))
 
 
 @dataclass(frozen=True)
@@ -96,6 +116,11 @@ class Slot:
 
     name: str
     count: int = 1
+
+
+def slots(name: str, count: int) -> tuple[Slot, ...]:
+    """`count` places of a cycle with a layer each."""
+    return tuple(Slot(f"{name}_{i}") for i in range(count))
 
 
 @dataclass(frozen=True)
@@ -115,6 +140,7 @@ class Stack:
       scanned: prefix when scanned; None: like `target`; "": never scanned.
       slots: the places of one cycle; empty where all layers are alike.
       remainder: prefix of the layers after the last whole cycle, one array each; None: there may be none.
+      kinds: what kinds a layer of the repository is of.
     """
 
     target: str
@@ -128,6 +154,7 @@ class Stack:
     scanned: str | None = None
     slots: tuple[Slot, ...] = ()
     remainder: str | None = None
+    kinds: Callable[[Config, int], set[str]] = lambda config, layer: set()
 
 
 @dataclass(frozen=True)
@@ -138,12 +165,14 @@ class Tower:
       rules, stacks: its parameters.
       target: how all of their names begin, to tell whether a checkpoint has it.
       scans: why layers cannot be scanned with it, or "".
+      audio: whether MaxText's `use_audio` goes with it.
     """
 
     rules: tuple[Rule, ...]
     stacks: tuple[Stack, ...]
     target: str = "vision_encoder"
     scans: str = ""
+    audio: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +220,7 @@ class Family:
       unscannable: why this model's layers cannot be scanned, or "".
       words: MaxText's word for a geometry fact -> the key of config.json that must agree with it.
       models: the names this family answers to.
+      checked: which of its scanned, unscanned and multimodal conversions are known to equal MaxText's own.
     """
 
     name: str
@@ -201,7 +231,6 @@ class Family:
     dims: Mapping[str, str]
     rules: tuple[Rule, ...]
     stacks: tuple[Stack, ...]
-    models: Mapping[str, Model]
     words: Mapping[str, str]
     text: str = ""
     tower: Tower | None = None
@@ -213,6 +242,8 @@ class Family:
     vocabulary: Mapping[int, int] = field(default_factory=dict)
     rope_type: str = "default"
     unscannable: str = ""
+    models: Mapping[str, Model] = field(default_factory=dict)
+    checked: tuple[str, ...] = ()
 
     @property
     def merged(self) -> int:

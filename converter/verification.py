@@ -20,7 +20,6 @@ import numpy as np
 from converter import memory, output
 from converter.copying import boxes, copy_box
 from converter.errors import CheckError, RequestError
-from converter.families import FAMILIES, MODELS
 from converter.geometry import check_architecture
 from converter.hf.quantised import Weights, open_weights
 from converter.hf.repository import Repository, locate, open_repository
@@ -28,6 +27,7 @@ from converter.layers import blocks
 from converter.mapping import Box, Geometry, Parameter, parameters
 from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, stored_arrays
 from converter.maxtext.layout import PARAMS, ROOT
+from converter.models import FAMILIES, MODELS
 from converter.progress import Meter
 from converter.reading import ReadBox, box_reader
 from converter.rules import Config, Family
@@ -139,16 +139,25 @@ def _stacking(family: Family, config: Config, stored: Mapping[str, StoredArray])
     Told from the norm scales, which have one axis but for the layers: the largest model whose scales are all there.
     """
     total = int(config[family.stacks[0].layers])
-    for scan, axis in ((True, 1), (True, 0), (False, 1)):
-        for layers in range(total, 0, -1):
-            try:
-                scales = _scales(family, Geometry(config, 1, layers), scan=scan, axis=axis)
-            except RequestError:
-                # Not whole cycles.
-                continue
-            if all(name in stored and stored[name].shape == shape for name, shape in scales.items()):
-                return scan, axis, layers
+    ways = ((True, 1), (True, 0), (False, 1))
+    held = [_held(family, config, stored, scan=scan, axis=axis) for scan, axis in ways]
+    best = max(range(len(ways)), key=held.__getitem__)
+    if held[best]:
+        return *ways[best], held[best]
     return any(name.startswith(f"{ROOT}{PARAMS}{family.stacks[0].target}.") for name in stored), 1, total
+
+
+def _held(family: Family, config: Config, stored: Mapping[str, StoredArray], *, scan: bool, axis: int) -> int:
+    """The most layers of which all norm scales are there; 0 for none."""
+    for layers in range(int(config[family.stacks[0].layers]), 0, -1):
+        try:
+            scales = _scales(family, Geometry(config, 1, layers), scan=scan, axis=axis)
+        except RequestError:
+            # Not whole cycles.
+            continue
+        if all(name in stored and stored[name].shape == shape for name, shape in scales.items()):
+            return layers
+    return 0
 
 
 def _scales(family: Family, geometry: Geometry, *, scan: bool, axis: int) -> dict[str, tuple[int, ...]]:

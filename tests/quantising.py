@@ -25,8 +25,8 @@ import numpy as np
 from checkpoints import BFLOAT16, DATA, Tensors, write_folder
 from reading import source_tensors
 
-from converter.families import MODELS
 from converter.mapping import stored_shapes
+from converter.models import MODELS
 
 FLOAT32 = np.dtype(np.float32)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -221,6 +221,33 @@ def mxfp4() -> Quantised:
         narrow[tensor] = np.ascontiguousarray(to_bfloat16(wide).swapaxes(1, 2))
     wide = {name: values.astype(np.float32) for name, values in narrow.items()}
     return Quantised(name, config, stored, wide, narrow)
+
+
+def deepseek4() -> Quantised:
+    """DeepSeek-V4 as published: routed experts in E2M1, two to a byte, other matrices in E4M3, exponents as scales."""
+    name, config, tensors = source("deepseek4")
+    # Rows must hold whole blocks of 32.
+    inner = 64
+    for tensor, values in tensors.items():
+        if match := re.fullmatch(r".*experts\.(?:\d+\.)?w([123])\.weight", tensor):
+            shape = (values.shape[0], inner) if match[1] == "2" else (inner, values.shape[1])
+            tensors[tensor] = np.resize(values, shape)
+    config = {**config, "moe_intermediate_size": inner, "expert_dtype": "fp4"}
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 20], "scale_fmt": "ue8m0"}
+    chosen = re.compile(r".*\.(wq_[ab]|wkv|wo_[ab]|shared_experts\.w[123])\.weight").fullmatch
+    eight = eight_bits((name, config, tensors), quantization, (24, 20), "{}.scale", E8M0, chosen=chosen)
+    generator = np.random.default_rng(7)
+    for tensor in tensors:
+        if not re.fullmatch(r".*\.experts\.\d+\.w[123]\.weight", tensor):
+            continue
+        rows, columns = tensors[tensor].shape
+        codes = generator.integers(0, 256, (rows, columns // 2), np.uint8)
+        exponents = generator.integers(110, 130, (rows, columns // 32), np.uint8)
+        eight.tensors[tensor] = codes.view(np.int8)
+        eight.tensors[tensor.replace(".weight", ".scale")] = exponents.view(E8M0)
+        wide = dequantised_four_bits(codes, exponents)
+        eight.wide[tensor], eight.narrow[tensor] = wide, to_bfloat16(wide)
+    return eight
 
 
 def write_hole(folder: Path, model_name: str, layers: int, quantization: Mapping[str, Any]) -> Path:

@@ -15,7 +15,12 @@ import numpy as np
 import safetensors
 import tensorstore as ts
 
-_NUMPY = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+_NUMPY = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "I64": np.dtype(np.int64),
+}
 
 
 def source_tensors(file: Path) -> dict[str, np.ndarray]:

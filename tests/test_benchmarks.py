@@ -14,10 +14,10 @@ from benchmarks import compare, reads
 from benchmarks.checkpoints import FLOATS, make_config, tensor_shapes, total_bytes, write_checkpoint
 from benchmarks.measure import Run, StartUp, markdown
 from converter.cli import to_maxtext
-from converter.families import FAMILIES, MODELS
 from converter.hf.repository import Repository, locate, open_repository
 from converter.listing import parameter_count
 from converter.maxtext.chunks import ChunkFormat
+from converter.models import FAMILIES, MODELS
 
 TINY: dict[str, Any] = {
     "hidden_size": 64,

@@ -15,6 +15,7 @@ from quantising import (
     E8M0,
     FLOAT32,
     Quantised,
+    deepseek4,
     dequantised_eight_bits,
     dequantised_four_bits,
     e4m3,
@@ -86,6 +87,7 @@ SOURCES: Mapping[str, Callable[[], Quantised]] = {
         source("mixtral"), compressed("block", block_structure=[24, 40]), (24, 40), SCALE
     ),
     "mxfp4": mxfp4,
+    "deepseek4": deepseek4,
 }  # fmt: skip
 
 

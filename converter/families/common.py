@@ -1,35 +1,14 @@
-"""What the dense families share: dimension letters, MaxText's geometry words, the rules of a common decoder."""
-
-from __future__ import annotations
+"""What families share: the rules of a common decoder, and the family that most are."""
 
 from typing import Any
 
-from converter.rules import Config, Form, Op, Rule
+from converter.rules import Config, Family, Form, Op, Rule, Stack, rules
+from converter.sizes import DIMS, WORDS
 
-DIMS = {
-    "v": "vocab_size",
-    "e": "hidden_size",
-    "f": "intermediate_size",
-    "q": "num_attention_heads",
-    "k": "num_key_value_heads",
-    "d": "head_dim",
-}
-"""Dimension letters of the patterns -> keys of config.json."""
-
-DENSE_WORDS = {
-    "base_emb_dim": "hidden_size",
-    "base_mlp_dim": "intermediate_size",
-    "base_num_query_heads": "num_attention_heads",
-    "base_num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "logits_via_embedding": "tie_word_embeddings",
-}
-"""MaxText's words (configs/base.yml) -> keys of config.json that say the same."""
-
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """Repositories of tied models may carry the output matrix all the same."""
 
-INV_FREQ = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+_INV_FREQ = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 """A constant that older repositories store with the weights."""
 
 
@@ -38,22 +17,33 @@ def untied(config: Config) -> bool:
 
 
 DECODER = (
-    Rule("token_embedder.embedding", "model.embed_tokens.weight", "v e -> v e"),
-    Rule("decoder.decoder_norm.scale", "model.norm.weight", "e -> e"),
+    *rules(
+        ("token_embedder.embedding", "model.embed_tokens.weight", "v e -> v e"),
+        ("decoder.decoder_norm.scale", "model.norm.weight", "e -> e"),
+    ),
     Rule("decoder.logits_dense.kernel", "lm_head.weight", "v e -> e v", when=untied),
 )
 """What is outside the layers."""
 
-NORMS = (
-    Rule("pre_self_attention_layer_norm.scale", "input_layernorm.weight", "e -> e"),
-    Rule("post_self_attention_layer_norm.scale", "post_attention_layernorm.weight", "e -> e"),
+NORMS = rules(
+    ("pre_self_attention_layer_norm.scale", "input_layernorm.weight", "e -> e"),
+    ("post_self_attention_layer_norm.scale", "post_attention_layernorm.weight", "e -> e"),
+)
+
+QK_NORMS = rules(
+    ("self_attention.query_norm.scale", "self_attn.q_norm.weight", "d -> d"),
+    ("self_attention.key_norm.scale", "self_attn.k_norm.weight", "d -> d"),
 )
 
 
-QK_NORMS = (
-    Rule("self_attention.query_norm.scale", "self_attn.q_norm.weight", "d -> d"),
-    Rule("self_attention.key_norm.scale", "self_attn.k_norm.weight", "d -> d"),
-)
+def biases(target: str = "self_attention") -> tuple[Rule, ...]:
+    """Of query, key and value."""
+    return rules(
+        ("query.bias", "q_proj.bias", "(q d) -> q d"),
+        ("key.bias", "k_proj.bias", "(k d) -> k d"),
+        ("value.bias", "v_proj.bias", "(k d) -> k d"),
+        prefix=f"{target}.", source="self_attn.",
+    )  # fmt: skip
 
 
 def attention(
@@ -68,30 +58,14 @@ def attention(
     )
 
 
-def mlp(target: str = "mlp", *, at: int = 0) -> tuple[Rule, ...]:
-    """The three matrices of a gated feed-forward block."""
-    return (
-        Rule(f"{target}.wi_0.kernel", "mlp.gate_proj.weight", "f e -> e f", at=at),
-        Rule(f"{target}.wi_1.kernel", "mlp.up_proj.weight", "f e -> e f", at=at),
-        Rule(f"{target}.wo.kernel", "mlp.down_proj.weight", "e f -> f e", at=at),
-    )
-
-
-EXPERT_DIMS = {**DIMS, "x": "num_experts", "m": "moe_intermediate_size"}
-"""With a mixture of `x` experts of `m` hidden units each."""
-
-EXPERT_WORDS = {
-    **DENSE_WORDS,
-    "base_mlp_dim": "moe_intermediate_size",
-    "base_moe_mlp_dim": "moe_intermediate_size",
-    "num_experts": "num_experts",
-    "num_experts_per_tok": "num_experts_per_tok",
-}
-
-
-def expert_count(config: Config) -> int:
-    """transformers calls the number of experts by several names."""
-    return int(config.get("num_local_experts") or config["n_routed_experts"])
+def mlp(target: str = "mlp", source: str = "mlp", dim: str = "f", **options: Any) -> tuple[Rule, ...]:
+    """The three matrices of a gated feed-forward block of `dim` hidden units."""
+    return rules(
+        ("wi_0.kernel", "gate_proj.weight", f"{dim} e -> e {dim}"),
+        ("wi_1.kernel", "up_proj.weight", f"{dim} e -> e {dim}"),
+        ("wo.kernel", "down_proj.weight", f"e {dim} -> {dim} e"),
+        prefix=f"{target}.", source=f"{source}.", **options,
+    )  # fmt: skip
 
 
 def experts(
@@ -114,18 +88,14 @@ def experts(
             Form(gate_up, f"x e ({which} m) -> x e m", (fused_down, "x m e")),
         )
 
+    downs = (
+        Form(fused_down, "x e m -> x m e", (gate_up, "x (0/2 m) e")),
+        Form(fused_down, "x m e -> x m e", (gate_up, "x e (0/2 m)")),
+    )
     return (
         Rule(f"{target}.wi_0", gate, "m e -> x e m", forms=halves("0/2")),
         Rule(f"{target}.wi_1", up, "m e -> x e m", forms=halves("1/2")),
-        Rule(
-            f"{target}.wo",
-            down,
-            "e m -> x m e",
-            forms=(
-                Form(fused_down, "x e m -> x m e", (gate_up, "x (0/2 m) e")),
-                Form(fused_down, "x m e -> x m e", (gate_up, "x e (0/2 m)")),
-            ),
-        ),
+        Rule(f"{target}.wo", down, "e m -> x m e", forms=downs),
     )
 
 
@@ -135,42 +105,18 @@ def router(target: str, *sources: str) -> Rule:
     return Rule(f"{target}.gate.kernel", first, "x e -> e x", forms=tuple(Form(name, "x e -> e x") for name in others))
 
 
-def expert_geometry(
-    hidden: int, expert_size: int, layers: int, heads: int, kv_heads: int, experts: int, **more: Any
-) -> dict[str, Any]:
-    """The keys of a config.json that give the sizes of a model whose every layer has experts."""
-    sizes = geometry(
-        hidden, expert_size, layers, heads, kv_heads, vocab=more.pop("vocab"), head_dim=more.pop("head_dim", None)
-    )
-    per_token = more.pop("per_token")
-    return {
-        **sizes,
-        "moe_intermediate_size": expert_size,
-        "num_experts": experts,
-        "num_experts_per_tok": per_token,
-        **more,
-    }
+def family(name: str, block: str, architectures: str, model_types: str, layer: tuple[Rule, ...], **more: Any) -> Family:
+    """A family as most are: common names and rules but for its layers; `more` are fields of `Family` that differ.
+
+    Args:
+      architectures, model_types: separated by spaces.
+      layer: the rules of a decoder layer; with `slots` the places of a scanned cycle.
+    """
+    stack = Stack("decoder.layers", "model.layers.", layer, **{k: more.pop(k) for k in _OF_STACK if k in more})
+    fields: dict[str, Any] = {"dims": DIMS, "rules": DECODER, "stacks": (stack,), "words": WORDS}
+    fields |= {"ignored": (_INV_FREQ,), "equal": _TIED} | more
+    fields["defaults"] = {"tie_word_embeddings": False, **fields["defaults"]}
+    return Family(name, block, tuple(architectures.split()), tuple(model_types.split()), **fields)
 
 
-def geometry(
-    hidden: int,
-    mlp_size: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    *,
-    vocab: int,
-    head_dim: int | None = None,
-    tied: bool = False,
-) -> dict[str, int | bool]:
-    """The keys of a config.json that give a dense model's sizes."""
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim or hidden // heads,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-    }
+_OF_STACK = ("slots", "scanned", "remainder", "merged", "kinds")

@@ -4,21 +4,11 @@ Gate and up projection are interleaved: even rows or columns are the gate's. bfl
 [in, out]; OpenAI's own have MXFP4 blocks as [out, in].
 """
 
-from __future__ import annotations
+from converter import sizes
+from converter.families import common
+from converter.rules import Form, Rule, rules, slots
 
-from converter.families.common import (
-    DECODER,
-    EXPERT_DIMS,
-    EXPERT_WORDS,
-    NORMS,
-    attention,
-    expert_count,
-    expert_geometry,
-)
-from converter.rules import Family, Form, Model, Rule, Slot, Stack
-
-_GATE_UP = "mlp.experts.gate_up_proj"
-_DOWN = "mlp.experts.down_proj"
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
 def _half(target: str, which: str) -> tuple[Rule, Rule]:
@@ -30,42 +20,26 @@ def _half(target: str, which: str) -> tuple[Rule, Rule]:
 
 
 _LAYER = (
-    *attention("GptOssAttention"),
-    Rule("GptOssAttention.query.bias", "self_attn.q_proj.bias", "(q d) -> q d"),
-    Rule("GptOssAttention.key.bias", "self_attn.k_proj.bias", "(k d) -> k d"),
-    Rule("GptOssAttention.value.bias", "self_attn.v_proj.bias", "(k d) -> k d"),
-    Rule("GptOssAttention.out.bias", "self_attn.o_proj.bias", "e -> e"),
-    Rule("GptOssAttention.sinks", "self_attn.sinks", "q -> q"),
-    Rule("GptOssMlp.gate.kernel", "mlp.router.weight", "x e -> e x"),
-    Rule("GptOssMlp.gate.bias", "mlp.router.bias", "x -> x"),
+    *common.attention("GptOssAttention"),
+    *common.biases("GptOssAttention"),
+    *rules(
+        ("GptOssAttention.out.bias", "self_attn.o_proj.bias", "e -> e"),
+        ("GptOssAttention.sinks", "self_attn.sinks", "q -> q"),
+        ("GptOssMlp.gate.kernel", "mlp.router.weight", "x e -> e x"),
+        ("GptOssMlp.gate.bias", "mlp.router.bias", "x -> x"),
+        ("GptOssMlp.wo_bias", f"{_DOWN}_bias", "x e -> x e"),
+    ),
     *_half("wi_0", "0/2"),
     *_half("wi_1", "1/2"),
     Rule("GptOssMlp.wo", _DOWN, "x m e -> x m e", forms=(Form(f"{_DOWN}_blocks", "x e m -> x m e"),)),
-    Rule("GptOssMlp.wo_bias", f"{_DOWN}_bias", "x e -> x e"),
-    *NORMS,
+    *common.NORMS,
 )
 
-_20B = expert_geometry(2880, 2880, 24, 64, 8, 32, per_token=4, vocab=201088, head_dim=64)
-_120B = expert_geometry(2880, 2880, 36, 64, 8, 128, per_token=4, vocab=201088, head_dim=64)
-
-GPT_OSS = Family(
-    name="gpt-oss",
-    decoder_block="gpt_oss",
-    architectures=("GptOssForCausalLM",),
-    model_types=("gpt_oss",),
+GPT_OSS = common.family(
+    "gpt-oss", "gpt_oss", "GptOssForCausalLM", "gpt_oss", _LAYER,
+    slots=slots("layers", 2), words=sizes.EXPERT_WORDS,
     defaults={
-        "head_dim": 64,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "num_experts": expert_count,
+        "head_dim": 64, "num_key_value_heads": 8, "num_experts": sizes.expert_count,
         "moe_intermediate_size": lambda c: c["intermediate_size"],
     },
-    dims=EXPERT_DIMS,
-    rules=DECODER,
-    stacks=(Stack("decoder.layers", "model.layers.", _LAYER, slots=(Slot("layers_0"), Slot("layers_1"))),),
-    words=EXPERT_WORDS,
-    models={
-        "gpt-oss-20b": Model("unsloth/gpt-oss-20b-BF16", _20B, "converter"),
-        "gpt-oss-120b": Model("unsloth/gpt-oss-120b-BF16", _120B, "converter"),
-    },
-)
+)  # fmt: skip

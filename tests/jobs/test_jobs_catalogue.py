@@ -9,8 +9,8 @@ import pytest
 import yaml
 from commands import Command
 
-from converter.families import MODELS
 from converter.listing import parameter_count
+from converter.models import MODELS
 from jobs.catalogue import FOLDER, catalogue, parse
 from jobs.errors import RequestError
 from jobs.naming import job_name
