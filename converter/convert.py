@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from converter import fetching, memory, output, places, report
@@ -15,6 +15,7 @@ from converter.command import load_command
 from converter.errors import ConverterError, RequestError, WorldError
 from converter.fetching import Reads, plan_reads, reading_ahead
 from converter.geometry import check_tensors, make_geometry
+from converter.hf.quantised import Weights, open_weights
 from converter.hf.repository import NUMPY_DTYPES, Repository, locate, open_repository
 from converter.mapping import Geometry, parameters
 from converter.maxtext import devices
@@ -59,7 +60,7 @@ class Outcome:
 class _Planned:
     """Everything known before the first byte is written."""
 
-    repository: Repository
+    weights: Weights
     geometry: Geometry
     plan: Plan
     schedule: Schedule
@@ -93,6 +94,10 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
     if request.dry_run:
         show_plan(planned.plan, planned.schedule, expected_stored(planned.plan), planned.reads)
         return Outcome("planned", planned.plan.nbytes, None)
+    if planned.weights.encodings and planned.weights.repository.remote is not None:
+        raise RequestError(
+            f"{request.source} is quantised, which cannot be read by ranges; give --cache_dir=FOLDER to download it"
+        )
     places.check_space(request.output, expected_stored(planned.plan))
     with output.opened(request.output) as hold:
         _write(request, planned, fingerprint, monitor, phases, hold)
@@ -102,15 +107,17 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
 def make_planned(request: Request, repository: Repository) -> _Planned:
     """The plan of a request for an opened repository."""
     geometry = make_geometry(request, repository.config)
+    save_dtype = SAVE_DTYPES[request.save_dtype]
+    weights = open_weights(repository, save_dtype)
     made = parameters(
         request.family,
         geometry,
-        repository.tensors,
-        save_dtype=SAVE_DTYPES[request.save_dtype],
+        weights.tensors,
+        save_dtype=save_dtype,
         scan=request.scan,
         scan_axis=request.scan_axis,
     )
-    check_tensors(request.family, geometry, repository, content=not request.dry_run or repository.remote is None)
+    check_tensors(request.family, geometry, weights, content=not request.dry_run or repository.remote is None)
     storage = Storage(request.ocdbt, request.zarr3, request.compression, request.chunk_bytes)
     plan = make_plan(made, repository.positions(), devices=request.devices, scan=request.scan, storage=storage)
     reading, cached = MAPPED, memory.limit()
@@ -118,12 +125,13 @@ def make_planned(request: Request, repository: Repository) -> _Planned:
         reading = fetching.reading(request.threads)
         # Without a spool nothing is as good as a page cache: the larger the groups, the less is read again.
         cached = cached if request.spool is not None else 0
+    reading = replace(reading, memory=reading.memory + request.threads * weights.scratch_bytes)
     budget = request.memory_budget
     if budget is not None and budget < plan.largest_chunk:
         log.warning("memory_budget=%d is below the largest chunk: raised to its %d bytes", budget, plan.largest_chunk)
         budget = plan.largest_chunk
     schedule = make_schedule(plan, budget, request.threads, cached, reading)
-    return _Planned(repository, geometry, plan, schedule, plan_reads(repository, schedule, request.spool))
+    return _Planned(weights, geometry, plan, schedule, plan_reads(weights, schedule, request.spool))
 
 
 def expected_stored(plan: Plan) -> int:
@@ -163,7 +171,7 @@ def _write(
     phases: Phases,
     hold: output.Hold,
 ) -> None:
-    plan, repository = planned.plan, planned.repository
+    plan, weights, repository = planned.plan, planned.weights, planned.weights.repository
     remote = repository.remote
     devices.start(request.devices)
     if planned.schedule.returns_memory or remote is not None:
@@ -175,8 +183,9 @@ def _write(
     with Meter("converting", plan.nbytes, monitor) as meter:
         writer = Writer(
             planned.schedule,
-            box_reader(repository),
-            repository.prefetch if not remote and planned.schedule.rereads(memory.limit()) else None,
+            box_reader(weights),
+            weights.encodings,
+            weights.prefetch if not remote and planned.schedule.rereads(memory.limit()) else None,
             digests.add if request.report is not None else None,
             meter.add,
             stop,

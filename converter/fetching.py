@@ -10,6 +10,7 @@ from pathlib import Path
 
 from converter.errors import WorldError
 from converter.hf.ahead import Segment
+from converter.hf.quantised import Weights
 from converter.hf.repository import NUMPY_DTYPES, Repository
 from converter.hf.safetensors import StoredTensor
 from converter.hf.spool import free_bytes
@@ -142,13 +143,14 @@ def spool_bytes(schedule: Schedule, tensors: Mapping[str, StoredTensor]) -> int:
     return most
 
 
-def plan_reads(repository: Repository, schedule: Schedule, spool: Path | None) -> Reads | None:
+def plan_reads(weights: Weights, schedule: Schedule, spool: Path | None) -> Reads | None:
     """What a conversion will read over the network, None where the source is here.
 
     Args:
       spool: folder for what is read more than once; not used where it has not the room.
     """
-    if repository.remote is None:
+    repository = weights.repository
+    if repository.remote is None or weights.encodings:
         return None
     needed = spool_bytes(schedule, repository.tensors)
     fits = spool is not None and 0 < needed <= free_bytes(spool)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from converter.errors import RequestError
-from converter.hf.repository import Repository
+from converter.hf.quantised import Weights, read_scheme
 from converter.mapping import Geometry, namer, stored_shapes, used_rules
 from converter.request import Request
 from converter.rules import Family
@@ -44,7 +44,7 @@ def check_architecture(family: Family, name: str, config: Mapping[str, Any], *, 
       multimodal: whether what is beside the text model is wanted too.
 
     Raises:
-      RequestError: it is not, or a size is missing or no positive whole number.
+      RequestError: it is not, or it is quantised in an unknown way, or a size is missing or no positive whole number.
     """
     architectures = config.get("architectures") or []
     model_type = config.get("model_type")
@@ -57,10 +57,7 @@ def check_architecture(family: Family, name: str, config: Mapping[str, Any], *, 
         raise RequestError(
             f"config.json describes {found or 'no architecture'}, but {name} is {family.architectures[0]}"
         )
-    if "quantization_config" in config and config["quantization_config"] is not None:
-        method = config["quantization_config"]
-        method = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
-        raise RequestError(f"the repository is quantised ({method}); use one that is not")
+    read_scheme(config)
     try:
         filled = family.fill(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -104,7 +101,7 @@ def _check_word(word: str, text: str, actual: object) -> None:
         raise RequestError(f"{word}={text}, but config.json says {str(actual).lower()}; drop the word")
 
 
-def check_tensors(family: Family, geometry: Geometry, repository: Repository, *, content: bool = True) -> None:
+def check_tensors(family: Family, geometry: Geometry, weights: Weights, *, content: bool = True) -> None:
     """Every tensor of the repository must be used, known to be harmless, or equal to one that is used.
 
     Args:
@@ -113,15 +110,16 @@ def check_tensors(family: Family, geometry: Geometry, repository: Repository, *,
     Raises:
       RequestError: one is none of these.
     """
-    used = stored_shapes(family, geometry.config, repository.tensors, multimodal=geometry.multimodal)
+    tensors = weights.tensors
+    used = stored_shapes(family, geometry.config, tensors, multimodal=geometry.multimodal)
     ignored = list(_ignored(family, geometry))
-    actual = namer(family, repository.tensors)
+    actual = namer(family, tensors)
     twins = {actual(name): actual(twin) for name, twin in family.equal.items()}
-    unused = sorted(set(repository.tensors) - set(used))
+    unused = sorted(set(tensors) - set(used))
     for name in unused:
         twin = twins.get(name)
-        if twin is not None and twin in repository.tensors:
-            _check_equal(repository, name, twin, content)
+        if twin is not None and twin in tensors:
+            _check_equal(weights, name, twin, content)
         elif not any(re.fullmatch(pattern, name) for pattern in ignored):
             more = len(unused) - 1
             also = f" (and {more} more)" if more else ""
@@ -142,9 +140,9 @@ def _ignored(family: Family, geometry: Geometry) -> Iterator[str]:
             yield rf"(.*\.)?layers\.{layer}\..*"
 
 
-def _check_equal(repository: Repository, name: str, twin: str, content: bool) -> None:
-    first, second = repository.tensors[name], repository.tensors[twin]
-    equal = first.dtype == second.dtype and first.shape == second.shape
+def _check_equal(weights: Weights, name: str, twin: str, content: bool) -> None:
+    repository, first, second = weights.repository, weights.tensors[name], weights.tensors[twin]
+    equal = first.dtype == second.dtype and first.shape == second.shape and not {name, twin} & set(weights.encodings)
     if equal and content:
         count = math.prod(first.shape)
         parts = [slice(i, min(i + _COMPARE_ELEMENTS, count)) for i in range(0, count, _COMPARE_ELEMENTS)]

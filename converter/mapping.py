@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from converter.errors import RequestError
-from converter.hf.repository import NUMPY_DTYPES
+from converter.hf.repository import NUMPY_DTYPES, WEIGHT_DTYPES
 from converter.hf.safetensors import StoredTensor
 from converter.layers import blocks
 from converter.patterns import Axis, choice, evaluate, parse_axes, parse_pattern
@@ -66,6 +66,11 @@ class View:
             return 0
         return self._axis(next((axis for axis in seen if self.split[axis] > 1), seen[0]))
 
+    @cached_property
+    def stored_axes(self) -> tuple[int, ...]:
+        """The axes of the view that are not new ones, as they lie in the file, the outermost first."""
+        return tuple(self._axis(stored) for stored in sorted(self.order))
+
     def _axis(self, stored: int) -> int:
         """The axis of the view that an axis of the split tensor becomes."""
         axis = self.order.index(stored)
@@ -88,6 +93,49 @@ class View:
         within = (*box[:axis], slice(0, rows.stop - rows.start), *box[axis + 1 :])
         return slice(self.offset + rows.start * inner, self.offset + rows.stop * inner), view, within
 
+    def bounded(self, box: Box, shape: tuple[int, ...]) -> tuple[Box, View, Box]:
+        """As `narrowed`, but in every axis of the stored tensor, for sources that must be decoded first.
+
+        Args:
+          shape: of the whole stored tensor.
+
+        Returns:
+          A box of the stored tensor that holds the box of the view and little else; how that box alone is looked at;
+          and where in that view the box is.
+        """
+        picked = dict(self.picked)
+        parts = [part for axis, part in enumerate(box) if axis not in self.stacked]
+        wanted = [
+            (picked[i], picked[i] + 1)
+            if i in picked
+            else (parts[self.order.index(i)].start, parts[self.order.index(i)].stop)
+            for i in range(len(self.split))
+        ]
+        sizes, begins = list(self.split), [0] * len(self.split)
+        stored: list[slice] = []
+        offset, end = self.offset, len(self.split)
+        for size in reversed(shape):
+            # The axes of `split` that this one is taken apart into; of the outermost one perhaps a part only.
+            first, inner = end, 1
+            while first and inner < size:
+                first -= 1
+                inner *= self.split[first]
+            offset, begin = divmod(offset, size)
+            stored.append(_bound(range(first, end), wanted, sizes, begins, begin))
+            end = first
+        view = replace(
+            self,
+            split=tuple(sizes),
+            picked=tuple((axis, index - begins[axis]) for axis, index in self.picked),
+            offset=0,
+        )
+        moved = iter(begins[axis] for axis in self.order)
+        within = []
+        for axis, part in enumerate(box):
+            start = 0 if axis in self.stacked else next(moved)
+            within.append(slice(part.start - start, part.stop - start))
+        return tuple(reversed(stored)), view, tuple(within)
+
     def extent(self, box: Box) -> tuple[int, int]:
         """The first element of the stored tensor that a box of the view touches, and the end of the last."""
         picked = dict(self.picked)
@@ -101,6 +149,34 @@ class View:
                 start, stop = part.start, part.stop - 1
             first, last = first * size + start, last * size + stop
         return self.offset + first, self.offset + last + 1
+
+
+def _bound(axes: range, wanted: list[tuple[int, int]], sizes: list[int], begins: list[int], begin: int) -> slice:
+    """The part of a stored axis that holds the wanted parts of the axes it is taken apart into.
+
+    Args:
+      begin: where on the stored axis the first of them begins.
+      sizes, begins: by axis, changed to what of it is in that part.
+    """
+    inwards, step = list(axes), 1
+    while inwards and wanted[inwards[-1]][1] - wanted[inwards[-1]][0] == 1 < sizes[inwards[-1]]:
+        # One index of the innermost axis: every so many elements.
+        axis = inwards.pop()
+        begins[axis] = wanted[axis][0]
+        begin += step * begins[axis]
+        step *= sizes[axis]
+        sizes[axis] = 1
+    count, inner = 1, step * math.prod(sizes[axis] for axis in inwards)
+    whole = False
+    for axis in inwards:
+        inner //= sizes[axis]
+        if not whole:
+            begins[axis], end = wanted[axis]
+            begin += begins[axis] * inner
+            sizes[axis] = end - begins[axis]
+            whole = sizes[axis] > 1
+        count *= sizes[axis]
+    return slice(begin, begin + (count - 1) * step + 1, step) if step > 1 else slice(begin, begin + count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,7 +555,7 @@ def _check(name: str, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...
     tensor = tensors.get(name)
     if tensor is None:
         raise RequestError(f"tensor {name} is missing from the repository; is it a complete checkpoint of this model?")
-    known = [code for code, kind in NUMPY_DTYPES.items() if (kind.kind == "i") == (dtype.kind == "i")]
+    known = [code for code in WEIGHT_DTYPES if (NUMPY_DTYPES[code].kind == "i") == (dtype.kind == "i")]
     if tensor.dtype not in known:
         raise RequestError(f"tensor {name} has dtype {tensor.dtype}; only {', '.join(known)} can be converted")
     if tensor.shape != shape:

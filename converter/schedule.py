@@ -125,7 +125,7 @@ class Schedule:
         at_once = [self.groups[i : i + self.at_once] for i in range(max(1, len(self.groups) - self.at_once + 1))]
         size = max(sum(chunk.nbytes for group in groups for chunk in group) for groups in at_once)
         count = max(sum(len(group) for group in groups) for groups in at_once)
-        process = _process(self.plan.devices) + self.reading.memory
+        process = _process(self.plan.devices, self.reading.memory)
         return process + _peak(size, count, self.plan.largest_chunk, self.threads)
 
     def rereads(self, memory_limit: int) -> bool:
@@ -149,8 +149,8 @@ def aligned(size: int) -> int:
     return -(-size // 64) * 64
 
 
-def _process(devices: int) -> int:
-    return BASE_BYTES + DEVICE_BYTES * devices
+def _process(devices: int, scratch: int) -> int:
+    return BASE_BYTES + DEVICE_BYTES * devices + scratch
 
 
 def _batch(budget: int) -> int:
@@ -195,7 +195,7 @@ def _promised_budget(plan: Plan, threads: int, memory_limit: int, reading: Readi
     """Bytes of chunks that the promise on memory allows, and no more than a quarter of the machine."""
     chunk = max(1, plan.largest_chunk)
     promised = (PROMISED_BYTES + PROMISED_CHUNKS * chunk) * _MARGIN
-    room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices) - reading.memory
+    room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices, reading.memory)
     counts = range(1, max(2, int(room // chunk) + 1))
     count = max(1, bisect.bisect_right(counts, room, key=lambda count: _peak(count * chunk, count, chunk, threads)))
     return count * chunk

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import tensorstore as ts
 
 from converter import memory
 from converter.copying import copy_box
+from converter.hf import decoding
 from converter.mapping import Box, Piece
 from converter.maxtext.orbax import OpenArray
 from converter.plan import Chunk
@@ -44,6 +46,7 @@ class Writer:
 
     Attributes:
       read: gives the source's content for a box of a piece.
+      encoded: names of the tensors that `read` decodes, for which it needs memory.
       prefetch: reads a range of a tensor's elements ahead; None leaves that to the kernel.
       on_chunk: called with each filled chunk and its content, from several threads.
       on_stored: called with each chunk's uncompressed and stored bytes, from several threads.
@@ -52,6 +55,7 @@ class Writer:
 
     schedule: Schedule
     read: ReadBox
+    encoded: Container[str]
     prefetch: Callable[[str, int, int], None] | None
     on_chunk: Callable[[Chunk, np.ndarray], None] | None
     on_stored: Callable[[int, int], None]
@@ -109,7 +113,7 @@ class Writer:
     def _fill(
         self, pool: ThreadPoolExecutor, group: tuple[Chunk, ...], buffers: dict[Chunk, np.ndarray], *, backwards: bool
     ) -> None:
-        tasks = list(tasks_of(group, self.schedule.reading.task_bytes))
+        tasks = list(tasks_of(group, self.schedule.reading.task_bytes, self.encoded))
         if backwards:
             # What the last walk read last is still in the page cache.
             tasks.reverse()
@@ -246,22 +250,24 @@ def _bundles(tasks: Iterable[Task]) -> Iterator[list[Task]]:
         yield bundle
 
 
-def tasks_of(group: tuple[Chunk, ...], read_bytes: int | None) -> Iterator[Task]:
+def tasks_of(group: tuple[Chunk, ...], read_bytes: int | None, encoded: Container[str] = ()) -> Iterator[Task]:
     """What fills a group, ordered so that tasks which read the same rows come together.
 
     Args:
       read_bytes: of the source that one task may read, None for any number.
+      encoded: the tensors that are decoded.
     """
     by_array: dict[int, list[Chunk]] = {}
     for chunk in group:
         by_array.setdefault(id(chunk.array), []).append(chunk)
     for chunks in by_array.values():
         for piece in chunks[0].array.parameter.pieces:
+            size = decoding.TASK_BYTES if piece.tensor in encoded else _TASK_BYTES
             boxes = [(chunk, *found) for chunk in chunks if (found := intersect(piece, chunk.box))]
             parts = [
                 [
                     Task(piece, chunk, *box, first=not (i and chunk.array.strided))
-                    for box in _split(piece, chunk, target, source, read_bytes)
+                    for box in _split(piece, chunk, target, source, size, read_bytes)
                 ]
                 for i, (chunk, target, source) in enumerate(boxes)
             ]
@@ -284,22 +290,31 @@ def intersect(piece: Piece, box: Box) -> tuple[Box, Box] | None:
     return tuple(target), tuple(source)
 
 
-def _split(piece: Piece, chunk: Chunk, target: Box, source: Box, read_bytes: int | None) -> Iterator[tuple[Box, Box]]:
-    """Cut a copy into tasks of about `_TASK_BYTES` along the axis that lies outermost in the file."""
-    outer = piece.view.outer_axis
+def _split(
+    piece: Piece, chunk: Chunk, target: Box, source: Box, nbytes: int, read_bytes: int | None
+) -> Iterator[tuple[Box, Box]]:
+    """Cut a copy into tasks of about `nbytes`, along the axis that lies outermost in the file as far as that goes."""
     sizes = [part.stop - part.start for part in source]
     total = int(np.prod(sizes, dtype=np.int64)) * chunk.array.dtype.itemsize
-    rows = max(1, sizes[outer] * _TASK_BYTES // max(1, total))
+    axes = piece.view.stored_axes
     if read_bytes is not None:
+        # Whole rows are read, so that nothing is gained by cutting those.
         read = piece.view.narrowed(source)[0]
-        rows = max(1, min(rows, sizes[outer] * read_bytes // max(1, (read.stop - read.start) * _ELEMENT_BYTES)))
-    step = target[outer].step or 1
-    for first in range(0, sizes[outer], rows):
-        last = min(first + rows, sizes[outer])
-        start = target[outer].start + first * step
-        part = slice(start, start + (last - first - 1) * step + 1, step)
-        read = slice(source[outer].start + first, source[outer].start + last)
-        yield (
-            (*target[:outer], part, *target[outer + 1 :]),
-            (*source[:outer], read, *source[outer + 1 :]),
-        )
+        nbytes = min(nbytes, total * read_bytes // max(1, (read.stop - read.start) * _ELEMENT_BYTES))
+        axes = axes[: 1 + next((i for i, axis in enumerate(axes) if sizes[axis] > 1), 0)]
+    steps = list(sizes)
+    for axis in axes:
+        if total <= nbytes:
+            break
+        steps[axis] = max(1, sizes[axis] * nbytes // total)
+        total = total * steps[axis] // sizes[axis]
+    order = [*piece.view.stored_axes, *piece.view.stacked]
+    for corner in itertools.product(*(range(0, sizes[axis], steps[axis]) for axis in order)):
+        to, of = list(target), list(source)
+        for axis, first in zip(order, corner, strict=True):
+            last = min(first + steps[axis], sizes[axis])
+            step = target[axis].step or 1
+            start = target[axis].start + first * step
+            to[axis] = slice(start, start + (last - first - 1) * step + 1, step)
+            of[axis] = slice(source[axis].start + first, source[axis].start + last)
+        yield tuple(to), tuple(of)

@@ -22,6 +22,7 @@ from converter.copying import boxes, copy_box
 from converter.errors import CheckError, RequestError
 from converter.fetching import tensors_held
 from converter.geometry import check_architecture
+from converter.hf.quantised import Weights, open_weights
 from converter.hf.repository import Access, Repository, locate, open_repository
 from converter.layers import blocks
 from converter.mapping import Box, Geometry, Parameter, parameters
@@ -74,8 +75,8 @@ def run_verification(
     stored = {array.name: array for array in stored_arrays(checkpoint)}
     name = model_name or _recorded_name(checkpoint)
     family = _family(name, repository)
-    expected = _parameters(family, name or family.name, checkpoint, stored, repository)
-    read = box_reader(repository)
+    weights, expected = _parameters(family, name or family.name, checkpoint, stored, repository)
+    read = box_reader(weights)
     count = threads or len(os.sched_getaffinity(0))
     differences = list(_structure(expected, stored))
     wrong = {difference.name for difference in differences}
@@ -125,8 +126,8 @@ def _parameters(
     checkpoint: Checkpoint,
     stored: Mapping[str, StoredArray],
     repository: Repository,
-) -> list[Parameter]:
-    """What the checkpoint should hold, in the sizes and dtype that it has."""
+) -> tuple[Weights, list[Parameter]]:
+    """The source's tensors and what the checkpoint should hold, in the sizes and dtype that it has."""
     embedding = stored.get(f"{ROOT}{PARAMS}token_embedder.embedding")
     if embedding is None:
         raise RequestError(f"{checkpoint.items} holds no MaxText parameters: no {ROOT}{PARAMS}token_embedder.embedding")
@@ -134,11 +135,13 @@ def _parameters(
     multimodal = tower is not None and any(array.startswith(f"{ROOT}{PARAMS}{tower.target}") for array in stored)
     config = check_architecture(family, name, repository.config, multimodal=multimodal)
     scan, axis, layers = _stacking(family, config, stored)
-    return parameters(
+    dtype = np.dtype(embedding.dtype)
+    weights = open_weights(repository, dtype)
+    return weights, parameters(
         family,
         Geometry(config, embedding.shape[0], layers, multimodal),
-        repository.tensors,
-        save_dtype=np.dtype(embedding.dtype),
+        weights.tensors,
+        save_dtype=dtype,
         scan=scan,
         scan_axis=axis,
     )

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from quantising import write_hole
 from running import to_maxtext_process
 
 from benchmarks.checkpoints import write_checkpoint
@@ -79,4 +81,25 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     write_checkpoint(source, "qwen3-4b")
     peak, predicted, chunk = measure("qwen3-4b", source, tmp_path)
     assert peak <= min(700e6, 400e6 + 2.5 * chunk)
+    assert peak <= 1.1 * predicted
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("scan_layers=false",), ("--threads=8",), ("save_dtype=float32",)], ids=lambda words: " ".join(words)
+)
+@pytest.mark.parametrize(
+    ("name", "layers", "quantization"),
+    [
+        ("qwen3-30b-a3b", 4, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ("gpt-oss-20b", 4, {"quant_method": "mxfp4"}),
+    ],
+    ids=["fp8", "mxfp4"],
+)
+def test_decoding_takes_little(
+    name: str, layers: int, quantization: dict[str, Any], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Several GB, of which a layer's fused experts alone exceed what may be used."""
+    source = write_hole(tmp_path / "hf", name, layers, quantization)
+    peak, predicted, chunk = measure(name, source, tmp_path, *words)
+    assert peak <= 400e6 + 2.5 * chunk
     assert peak <= 1.1 * predicted

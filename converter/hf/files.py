@@ -43,6 +43,11 @@ def weight_files(names: Collection[str], index: Callable[[], bytes] | None, labe
             f"{location} has only PyTorch pickles, which are never opened: save it as safetensors first "
             f"(transformers: model.save_pretrained(folder)) or use a revision that has {SINGLE}"
         )
+    if any(name.endswith(".gguf") for name in names):
+        raise RequestError(
+            f"{location} has only GGUF files, which are quantised and cannot be read; "
+            "use the repository they were made from"
+        )
     raise RequestError(f"{location} has no {SINGLE} and no {INDEX}")
 
 

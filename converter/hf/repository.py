@@ -31,8 +31,15 @@ NUMPY_DTYPES = {
     "F32": np.dtype(np.float32),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(np.uint8),
+    "F8_E8M0": np.dtype(np.uint8),
 }
-"""safetensors dtypes that can be read as arrays -> numpy's."""
+"""safetensors dtypes that can be read as arrays -> numpy's; codes of eight bits are read as the bytes they are."""
+
+WEIGHT_DTYPES = ("BF16", "F16", "F32", "I32", "I64")
+"""Those of tensors that are stored as the numbers they mean."""
 
 NO_CACHE = "none"
 """The word for a cache that is none: files are read by ranges, and nothing is kept."""
