@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import logging
 import sys
@@ -59,7 +60,7 @@ def json_line(severity: str, message: str, fields: Mapping[str, Any]) -> str:
 def wants_json(argv: Sequence[str]) -> bool:
     """Whether a command line asks for JSON, even if the rest of it makes no sense."""
     words = [word.removeprefix("--") for word in argv]
-    pairs = zip(words, [*words[1:], ""], strict=True)
+    pairs = itertools.pairwise([*words, ""])
     return any(word == "log_format=json" or (word, after) == ("log_format", "json") for word, after in pairs)
 
 
