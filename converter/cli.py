@@ -12,13 +12,16 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import logging as absl_logging
 
 from converter import __version__, logs, memory
 from converter.errors import ConverterError, RequestError, Terminated, error_line
 from converter.words import OPTIONS, suggest
+
+if TYPE_CHECKING:
+    from converter.verification import Check
 
 log = logging.getLogger("converter")
 
@@ -103,32 +106,42 @@ def verify(argv: list[str]) -> int:
     parser.add_argument("path", help="the checkpoint: its base directory, step or items directory, local or gs://")
     parser.add_argument("--source", required=True, help="what it was made from, written as hf_model_path")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    for name in ("cache_dir", "spool_dir", "retry_seconds"):
+    for name in ("cache_dir", "spool_dir", "retry_seconds", "report", "termination_message", "log_format"):
         parser.add_argument(f"--{name}", help=OPTIONS[name].help)
     parser.add_argument("--model_name", help="needed where neither the checkpoint nor config.json tell")
     parser.add_argument("--threads", type=int, help="default: one per CPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
+    if any(word in ("-h", "--help") for word in argv):
+        parser.print_help()
+        return 0
 
-    def run() -> int:
+    def parse() -> tuple[Check, str | None]:
         from converter import places
         from converter.request import make_access, make_spool
-        from converter.verification import run_verification
+        from converter.verification import Check
 
-        return run_verification(
+        options = parser.read(argv)
+        values = {name: _parsed(name, getattr(options, name)) for name in ("cache_dir", "retry_seconds", "log_format")}
+        check = Check(
             places.parse("path", options.path),
             source=options.source,
             revision=options.revision,
-            access=make_access(
-                {name: _parsed(name, getattr(options, name)) for name in ("cache_dir", "retry_seconds")}
-            ),
+            access=make_access(values),
             spool=make_spool(options.spool_dir),
             model_name=options.model_name,
             threads=options.threads,
+            report=places.parse("report", options.report) if options.report else None,
             as_json=options.json,
         )
+        return check, options.termination_message
 
-    return _guarded(run)
+    def run() -> int:
+        from converter.run import run_verification
+
+        signal.signal(signal.SIGTERM, _terminate)
+        return run_verification(argv, parse)
+
+    return _guarded(run, as_json=logs.wants_json(argv))
 
 
 def _parsed(name: str, text: str | None) -> Any:
@@ -159,6 +172,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message}; see python -m {self.prog} --help")
+
+    def read(self, args: Sequence[str]) -> argparse.Namespace:
+        """The words as a namespace; raises RequestError where they make no sense."""
+        return super().parse_args(args)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
         try:

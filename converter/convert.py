@@ -213,12 +213,7 @@ def _write(
             seconds=phases.seconds,
             peak=monitor.peak,
         )
-        try:
-            places.write_file(request.report, content)
-        except OSError as error:
-            raise WorldError(
-                f"{request.step} is complete, but {request.report} cannot be written: {error.strerror or error}"
-            ) from error
+        report.write(request.report, content, f"{request.step} is complete")
 
 
 def _save(request: Request, target: Path, plan: Plan, write: Write, stop: threading.Event, hold: output.Hold) -> None:

@@ -7,15 +7,21 @@ import json
 import threading
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import converter
+from converter import places
+from converter.errors import WorldError
 from converter.hf.repository import Repository, SourceFile
 from converter.memory import Usage, cgroup_peak
 from converter.plan import Chunk, Plan
 from converter.request import Request
+
+if TYPE_CHECKING:
+    from converter.verification import Findings
 
 VERSION = 1
 """Of the report's, the record's and the message's format."""
@@ -105,7 +111,7 @@ def report(
             "source": source_entry(repository),
             "versions": versions(),
             "bytes": {"arrays": plan.nbytes, "stored": stored_bytes},
-            "seconds": {name: round(value, 3) for name, value in seconds.items()},
+            "seconds": _seconds_entry(seconds),
             "peak_memory_bytes": memory_entry(peak),
             "digest": "sha256 of the concatenated sha256 digests of the stored chunks in grid order",
             "arrays": [
@@ -123,6 +129,40 @@ def report(
     )
 
 
+def verification(findings: Findings, *, seconds: Mapping[str, float], peak: Usage) -> bytes:
+    """The JSON report of a finished check."""
+    return _json(
+        {
+            "version": VERSION,
+            "checkpoint": str(findings.checkpoint.items),
+            "source": source_entry(findings.repository),
+            "versions": versions(),
+            **findings.entry(),
+            "seconds": _seconds_entry(seconds),
+            "peak_memory_bytes": memory_entry(peak),
+        }
+    )
+
+
+def write(path: Path, content: bytes, finished: str) -> None:
+    """Write a report.
+
+    Args:
+      finished: what is done and stays so without it.
+
+    Raises:
+      WorldError: it cannot be written.
+    """
+    try:
+        places.write_file(path, content)
+    except OSError as error:
+        raise WorldError(f"{finished}, but {path} cannot be written: {error.strerror or error}") from error
+
+
+def _seconds_entry(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in seconds.items()}
+
+
 def memory_entry(peak: Usage) -> dict[str, int | None]:
     """Peak memory in bytes, by what it counts."""
     return {"resident": peak.resident, "anonymous_and_shared": peak.anonymous, "cgroup": cgroup_peak()}
@@ -137,11 +177,14 @@ def termination_message(
     peak: Usage,
     output: str | None,
     result: str,
+    checked: Mapping[str, int] | None = None,
 ) -> bytes:
     """A run's end in at most 4096 bytes of JSON.
 
     Args:
-      result: converted, skipped, planned or failed.
+      result: converted, skipped, planned or failed; of a check equal, different or failed.
+      output: the checkpoint.
+      checked: how many arrays a check was about, and how many of them differ.
     """
     message: dict[str, Any] = {
         "version": VERSION,
@@ -152,6 +195,7 @@ def termination_message(
         "bytes": nbytes,
         "peak_memory_bytes": memory_entry(peak),
         "output": output and _shortened(output),
+        **({} if checked is None else {"checked": checked}),
     }
     return _json(message)
 

@@ -1,22 +1,38 @@
-"""`to-maxtext` as a process: words in, log lines and files for programs out."""
+"""`to-maxtext` and `verify` as processes: words in, log lines and files for programs out."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from converter import memory, places, report
 from converter.convert import Outcome, convert
-from converter.errors import ConverterError, RequestError, Terminated, error_line
+from converter.errors import CheckError, ConverterError, RequestError, Terminated, WorldError, error_line
 from converter.logs import Heartbeat
 from converter.progress import Phases
 from converter.request import Request, make_request
-from converter.words import Words, parse_words
+from converter.show import table
+from converter.verification import Check, Findings, verify
+from converter.words import parse_words
 
 log = logging.getLogger("converter")
+
+
+@dataclass
+class _Ending:
+    """What the termination message says of a run, filled in while it goes on."""
+
+    path: Path | None
+    result: str = "failed"
+    nbytes: int = 0
+    output: str | None = None
+    checked: Mapping[str, int] | None = None
 
 
 def run_conversion(argv: Sequence[str]) -> int:
@@ -26,30 +42,88 @@ def run_conversion(argv: Sequence[str]) -> int:
       ConverterError, Terminated: after the termination message is written.
     """
     start = time.monotonic() - memory.process_age()
+    phases = _phases(start)
+    with memory.Monitor() as monitor, _ending(argv, start, monitor) as ending:
+        words = parse_words(argv)
+        ending.path = _checked_message_path(words.values["termination_message"])
+        request = make_request(words)
+        ending.output = str(request.step)
+        for note in request.notes:
+            log.info("%s", note)
+        with Heartbeat(phases, monitor):
+            outcome = convert(request, monitor, phases)
+        ending.result = outcome.result
+        ending.nbytes = outcome.nbytes if outcome.result == "converted" else 0
+    _tell(request, outcome, phases, time.monotonic() - start, monitor.peak)
+    return 0
+
+
+def run_verification(argv: Sequence[str], parse: Callable[[], tuple[Check, str | None]]) -> int:
+    """Parse, compare, report; 0 where there are no differences.
+
+    Args:
+      parse: what is asked, and where the termination message goes.
+
+    Raises:
+      CheckError: there are.
+      ConverterError, Terminated: after the termination message is written.
+    """
+    start = time.monotonic() - memory.process_age()
+    phases = _phases(start)
+    with memory.Monitor() as monitor, _ending(argv, start, monitor) as ending:
+        check, message = parse()
+        ending.path = _checked_message_path(message)
+        ending.output = str(check.path)
+        with Heartbeat(phases, monitor):
+            findings = verify(check, monitor, phases)
+        count = len(findings.differences)
+        ending.output, ending.nbytes = str(findings.checkpoint.items), findings.nbytes
+        ending.checked = {"arrays": findings.arrays, "differences": count}
+        ending.result = "different" if count else "equal"
+        _show(findings, check)
+        if check.report is not None:
+            content = report.verification(findings, seconds=phases.seconds, peak=monitor.peak)
+            try:
+                report.write(check.report, content, f"{findings.checkpoint.items} is compared")
+            except WorldError as error:
+                if not count:
+                    raise
+                log.warning("%s", error)
+        if count:
+            raise CheckError(
+                f"{count} of {findings.arrays} arrays of {findings.checkpoint.items} differ from {check.source}"
+            )
+    return 0
+
+
+def _phases(start: float) -> Phases:
     phases = Phases()
     phases.seconds["start"] = time.monotonic() - start
-    request: Request | None = None
-    outcome: Outcome | None = None
+    return phases
+
+
+@contextlib.contextmanager
+def _ending(argv: Sequence[str], start: float, monitor: memory.Monitor) -> Iterator[_Ending]:
+    """Write the termination message, however the block ends."""
+    ending = _Ending(_message_path(argv))
     failure: BaseException | None = None
-    message = _message_path(argv)
-    with memory.Monitor() as monitor:
-        try:
-            words = parse_words(argv)
-            message = _checked_message_path(words)
-            request = make_request(words)
-            for note in request.notes:
-                log.info("%s", note)
-            with Heartbeat(phases, monitor):
-                outcome = convert(request, monitor, phases)
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            seconds = time.monotonic() - start
-            if message is not None:
-                _write_message(message, request, outcome, failure, seconds, monitor.peak)
-    _tell(request, outcome, phases, seconds, monitor.peak)
-    return 0
+    try:
+        yield ending
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        if ending.path is not None:
+            _write_message(ending.path, ending, failure, time.monotonic() - start, monitor.peak)
+
+
+def _show(findings: Findings, check: Check) -> None:
+    if check.as_json:
+        print(json.dumps(findings.entry(), indent=1))
+    elif findings.differences:
+        print(table(("array", "difference"), [(found.name, found.what) for found in findings.differences]))
+    else:
+        print(f"{findings.arrays} arrays, {findings.nbytes:,} bytes: all equal to {check.source}")
 
 
 def _message_path(argv: Sequence[str]) -> Path | None:
@@ -63,8 +137,7 @@ def _message_path(argv: Sequence[str]) -> Path | None:
     return None
 
 
-def _checked_message_path(words: Words) -> Path | None:
-    text = words.values["termination_message"]
+def _checked_message_path(text: str | None) -> Path | None:
     if not text:
         return None
     if "://" in text:
@@ -87,8 +160,7 @@ def _is_directory(path: Path) -> bool:
 
 def _write_message(
     path: Path,
-    request: Request | None,
-    outcome: Outcome | None,
+    ending: _Ending,
     failure: BaseException | None,
     seconds: float,
     peak: memory.Usage,
@@ -102,13 +174,14 @@ def _write_message(
     else:
         code, error = 1, f"{type(failure).__name__}: {' '.join(str(failure).split())}"
     content = report.termination_message(
-        result=outcome.result if outcome else "failed",
+        result=ending.result,
         exit_code=code,
         error=error,
         seconds=seconds,
-        nbytes=outcome.nbytes if outcome and outcome.result == "converted" else 0,
+        nbytes=ending.nbytes,
         peak=peak,
-        output=str(request.step) if request else None,
+        output=ending.output,
+        checked=ending.checked,
     )
     try:
         places.write_file(path, content)

@@ -8,18 +8,18 @@ irreversible, the source's values go through it again and the results are compar
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from converter import memory, output
+from converter import memory, output, places
 from converter.copying import boxes, copy_box
-from converter.errors import CheckError, RequestError
+from converter.errors import RequestError, Terminated
 from converter.fetching import tensors_held
 from converter.geometry import check_architecture
 from converter.hf.quantised import Weights, open_weights
@@ -29,10 +29,10 @@ from converter.mapping import Box, Geometry, Parameter, parameters
 from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, stored_arrays
 from converter.maxtext.layout import PARAMS, ROOT
 from converter.models import FAMILIES, MODELS
-from converter.progress import Meter
+from converter.progress import Meter, Phases
 from converter.reading import ReadBox, box_reader
 from converter.rules import Config, Family
-from converter.show import shape_text, table
+from converter.show import shape_text
 from converter.stream import intersect
 
 _FLIGHT_BYTES = 256 << 20
@@ -50,54 +50,83 @@ class Difference:
     what: str
 
 
-def run_verification(
-    path: Path,
-    *,
-    source: str,
-    revision: str | None,
-    access: Access,
-    spool: Path | None,
-    model_name: str | None,
-    threads: int | None,
-    as_json: bool,
-) -> int:
-    """Compare, print the differences; 0 when there are none.
+@dataclass(frozen=True)
+class Check:
+    """What is to be held against what.
 
-    Args:
-      access, spool: as those of a conversion's request.
+    Attributes:
+      path: the checkpoint.
+      source, revision, access, spool: the repository, as those of a conversion's request.
+      model_name: None where checkpoint or config.json tell.
+      threads: None for one per CPU.
+      report: where the report goes, None for nowhere.
+      as_json: whether the findings are printed as JSON.
+    """
+
+    path: Path
+    source: str
+    revision: str | None
+    access: Access
+    spool: Path | None
+    model_name: str | None
+    threads: int | None
+    report: Path | None
+    as_json: bool
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a check found.
+
+    Attributes:
+      arrays: how many the checkpoint should hold.
+      nbytes: of the arrays that were compared.
+    """
+
+    checkpoint: Checkpoint
+    repository: Repository
+    arrays: int
+    nbytes: int
+    differences: tuple[Difference, ...]
+
+    def entry(self) -> dict[str, Any]:
+        """For programs."""
+        differences = [{"array": found.name, "difference": found.what} for found in self.differences]
+        return {"arrays": self.arrays, "bytes": self.nbytes, "differences": differences}
+
+
+def verify(check: Check, monitor: memory.Monitor, phases: Phases) -> Findings:
+    """Compare.
 
     Raises:
-      CheckError: there are.
       RequestError: checkpoint or source are not what can be compared.
     """
-    checkpoint = find_checkpoint(path)
-    repository = open_repository(locate(source, revision=revision, access=access).fetch())
-    stored = {array.name: array for array in stored_arrays(checkpoint)}
-    name = model_name or _recorded_name(checkpoint)
-    family = _family(name, repository)
-    weights, expected = _parameters(family, name or family.name, checkpoint, stored, repository)
-    read = box_reader(weights)
-    count = threads or len(os.sched_getaffinity(0))
-    differences = list(_structure(expected, stored))
+    with phases.phase("plan"):
+        checkpoint = find_checkpoint(check.path)
+        if check.report is not None:
+            places.check_writable(check.report.parent)
+        source = locate(check.source, revision=check.revision, access=check.access)
+    with phases.phase("download"):
+        source = source.fetch()
+    with phases.phase("plan"):
+        repository = open_repository(source)
+        stored = {array.name: array for array in stored_arrays(checkpoint)}
+        name = check.model_name or _recorded_name(checkpoint)
+        family = _family(name, repository)
+        weights, expected = _parameters(family, name or family.name, checkpoint, stored, repository)
+        read = box_reader(weights)
+        count = check.threads or len(os.sched_getaffinity(0))
+        differences = list(_structure(expected, stored))
     wrong = {difference.name for difference in differences}
     comparable = [parameter for parameter in expected if ROOT + parameter.path not in wrong]
     total = sum(stored[ROOT + parameter.path].nbytes for parameter in comparable)
-    with memory.Monitor() as monitor, Meter("verifying", total, monitor) as meter:
+    with phases.phase("compare"), Meter("verifying", total, monitor) as meter:
         for parameter in comparable:
-            with tensors_held(repository, [piece.tensor for piece in parameter.pieces], spool, count):
+            with tensors_held(repository, [piece.tensor for piece in parameter.pieces], check.spool, count):
                 differences += _content(checkpoint, stored[ROOT + parameter.path], parameter, read, count, meter)
         if repository.remote is not None:
             repository.remote.check()
-    if as_json:
-        entries = [{"array": difference.name, "difference": difference.what} for difference in differences]
-        print(json.dumps({"arrays": len(expected), "bytes": total, "differences": entries}, indent=1))
-    elif differences:
-        print(table(("array", "difference"), [(found.name, found.what) for found in differences]))
-    else:
-        print(f"{len(expected)} arrays, {total:,} bytes: all equal to {source}")
-    if differences:
-        raise CheckError(f"{len(differences)} of {len(expected)} arrays of {checkpoint.items} differ from {source}")
-    return 0
+    return Findings(checkpoint, repository, len(expected), total, tuple(differences))
 
 
 def _recorded_name(checkpoint: Checkpoint) -> str | None:
@@ -231,8 +260,15 @@ def _content(
         meter.add(content.nbytes, 0)
         return count, first
 
-    with ThreadPoolExecutor(workers) as pool:
+    pool, waits = ThreadPoolExecutor(workers, thread_name_prefix="compare"), True
+    try:
         results = list(pool.map(compare, blocks))
+    except Terminated:
+        # A bucket that does not answer could hold up the end for minutes; nothing is being written.
+        waits = False
+        raise
+    finally:
+        pool.shutdown(wait=waits, cancel_futures=True)
     count = sum(found for found, _ in results)
     if not count:
         return []

@@ -264,9 +264,13 @@ def test_verify_finds_a_difference(bucket: Bucket, tmp_path: Path) -> None:
     run = to_maxtext("model_name=qwen3-0.6b", f"hf_model_path={source}", f"base_output_directory={bucket.url('out')}")
     assert run.code == 0, run.stderr
     assert read("verify", bucket.url("out"), "--source", str(source)).code == 0
-    run = read("verify", bucket.url("out"), "--source", str(other))
+    report = bucket.url("reports/check.json")
+    run = read("verify", bucket.url("out"), "--source", str(other), f"--report={report}")
     assert run.code == 4
     assert "params.params.token_embedder.embedding" in run.stdout
+    told = json.loads(bucket.read("reports/check.json"))
+    assert told["checkpoint"] == bucket.url("out/0/items")
+    assert told["differences"]
 
 
 def test_report(bucket: Bucket) -> None:

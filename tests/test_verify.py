@@ -1,16 +1,20 @@
-"""`verify` finds every checkpoint equal to its source, and any changed element of the source, in every family."""
+"""`verify` finds every checkpoint equal to its source, and any changed element of the source, in every family.
+
+And what it leaves for programs: the report, the termination message, the log.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import write_folder
+from checkpoints import write_folder, write_tiny
 from reading import source_tensors
-from running import to_maxtext
+from running import convert, python_process, to_maxtext
 from test_families import words
 from test_oracles import CASES, DATA, Case
 
@@ -55,3 +59,119 @@ def test_finds_equality_and_any_changed_bit(case: Case, tmp_path: Path, capsys: 
     code, found = _verify(capsys, tmp_path / "out", tmp_path / "changed")
     assert code == 4
     assert found["differences"], changed
+
+
+MODEL = "qwen3-8b"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[[str], Path]) -> Path:
+    return convert(MODEL, tiny(MODEL), tmp_path_factory.mktemp("checkpoint"), "scan_layers=false")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of the same shapes and other weights."""
+    folder = write_tiny(tmp_path_factory.mktemp("other"), MODEL)
+    config = json.loads((folder / "config.json").read_bytes())
+    tensors = source_tensors(folder / "model.safetensors")
+    name = "model.norm.weight"
+    return write_folder(folder / "changed", config, tensors | {name: tensors[name] + tensors[name].dtype.type(1)})
+
+
+def _message(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    assert len(content) <= 4096
+    message: dict[str, Any] = json.loads(content)
+    assert message["version"] == 1
+    assert message["seconds"] > 0
+    assert message["peak_memory_bytes"]["resident"] > 10_000_000
+    return message
+
+
+def test_report_and_message_of_a_check(checkpoint: Path, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    report, message = tmp_path / "new" / "report.json", tmp_path / "message.json"
+    words = ["verify", str(checkpoint), f"--source={tiny(MODEL)}", f"--report={report}"]
+    assert main([*words, "--termination_message", str(message)]) == 0
+    told = json.loads(report.read_bytes())
+    assert told["version"] == 1
+    assert told["checkpoint"] == str(checkpoint / "items")
+    assert told["source"]["repository"] == str(tiny(MODEL))
+    assert told["source"]["files"][0]["name"] == "model.safetensors"
+    assert told["differences"] == []
+    assert told["seconds"].keys() >= {"start", "plan", "compare"}
+    assert told["peak_memory_bytes"]["resident"] > 10_000_000
+    assert told["versions"].keys() >= {"converter", "jax", "orbax-checkpoint", "tensorstore", "numpy"}
+    ending = _message(message)
+    assert (ending["result"], ending["exit_code"], ending["error"]) == ("equal", 0, None)
+    assert ending["checked"] == {"arrays": told["arrays"], "differences": 0}
+    assert ending["bytes"] == told["bytes"] > 0
+    assert ending["output"] == str(checkpoint / "items")
+
+
+def test_report_and_message_of_a_difference(
+    checkpoint: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, message = tmp_path / "report.json", tmp_path / "message.json"
+    words = ["verify", str(checkpoint), f"--source={other}", f"--report={report}", f"--termination_message={message}"]
+    assert main(words) == 4
+    told = json.loads(report.read_bytes())
+    assert [each["array"] for each in told["differences"]] == ["params.params.decoder.decoder_norm.scale"]
+    ending = _message(message)
+    assert (ending["result"], ending["exit_code"]) == ("different", 4)
+    assert ending["checked"] == {"arrays": told["arrays"], "differences": 1}
+    assert f"converter: error: {ending['error']}" == capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--zzqq=1"], ["--threads=x"], ["--retry_seconds=x"], ["--source=/no/such/folder"], ["--log_format=xml"]],
+    ids=str,
+)
+def test_message_of_a_refused_check(
+    words: list[str],
+    checkpoint: Path,
+    tiny: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = tmp_path / "message.json"
+    base = ["verify", str(checkpoint), f"--source={tiny(MODEL)}"]
+    assert main([*base, f"--termination_message={message}", *words]) == 2
+    ending = _message(message)
+    assert (ending["result"], ending["exit_code"]) == ("failed", 2)
+    assert "checked" not in ending
+    assert capsys.readouterr().err.splitlines() == [f"converter: error: {ending['error']}"]
+
+
+def test_report_that_cannot_be_written_is_found_first(
+    checkpoint: Path, tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = ["verify", str(checkpoint), f"--source={tiny(MODEL)}", f"--report={tmp_path / 'file' / 'report.json'}"]
+    assert main(words) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_message_of_a_check_that_is_ended(checkpoint: Path, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    message = tmp_path / "message.json"
+    code = """
+import os, signal, subprocess, sys
+pid = os.fork()
+if pid:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 143)
+from converter import verification
+from converter.cli import main
+verification._expected = lambda *_: os.kill(os.getpid(), signal.SIGTERM) or signal.pause()
+main(["verify", *sys.argv[1:]])
+"""
+    python_process(code, checkpoint, f"--source={tiny(MODEL)}", f"--termination_message={message}", timeout=60)
+    ending = _message(message)
+    assert (ending["result"], ending["exit_code"], ending["error"]) == ("failed", 143, "ended by SIGTERM")
+
+
+def test_log_of_a_check_in_json(checkpoint: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(checkpoint), f"--source={other}", "--log_format=json"]) == 4
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert lines[-1]["severity"] == "ERROR"
+    assert lines[-1]["exit_code"] == 4
