@@ -341,11 +341,12 @@ def _show(found: Sequence[Any], options: argparse.Namespace) -> None:
             duration(each.elapsed_seconds),
             size(each.bytes),
             size(each.peak_memory_bytes),
+            each.check or "-",
             each.reason,
         )
         for each in found
     ]
-    header = ("MODEL", "RUN", "STATE", "POSITION", "NODE", "ELAPSED", "BYTES", "PEAK MEMORY", "REASON")
+    header = ("MODEL", "RUN", "STATE", "POSITION", "NODE", "ELAPSED", "BYTES", "PEAK MEMORY", "CHECK", "REASON")
     print((markdown_table if options.markdown else text_table)(header, rows))
 
 

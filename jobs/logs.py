@@ -1,7 +1,8 @@
-"""Logs of Jobs: every container of every pod, in the order they ran."""
+"""Logs of Jobs: every container of every pod, in the order they ran, entries in JSON as lines for people."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,7 +29,7 @@ def show(cluster: Cluster, labels: Mapping[str, str], names: Sequence[str], cont
             text = api.read_log(cluster, pod["metadata"]["name"], each)
             if text:
                 _header(pod, each)
-                print(text, end="" if text.endswith("\n") else "\n")
+                print("\n".join(map(_readable, text.splitlines())))
 
 
 def follow(
@@ -59,7 +60,7 @@ def follow(
                     started = True
                     _header(pod, each)
                     for line in api.follow_log(cluster, *key):
-                        print(line, flush=True)
+                        print(_readable(line), flush=True)
         if status.done and not started:
             return
         if not started:
@@ -68,6 +69,17 @@ def follow(
                 print(f"... {line}", flush=True)
                 told = line
             sleep(_INTERVAL)
+
+
+def _readable(line: str) -> str:
+    """A log entry's time, severity and message; any other line as it is."""
+    try:
+        entry = json.loads(line) if line.startswith("{") else None
+    except ValueError:
+        entry = None
+    if not isinstance(entry, dict) or "message" not in entry:
+        return line
+    return " ".join(str(entry[key]) for key in ("time", "severity", "message") if key in entry)
 
 
 def _pods(cluster: Cluster, labels: Mapping[str, str], names: Sequence[str]) -> list[Object]:

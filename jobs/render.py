@@ -41,6 +41,8 @@ _BACKOFF_LIMIT = 3
 _TTL_SECONDS = 3 * 24 * 3600
 # Enough to remove a half-written checkpoint from a bucket.
 _GRACE_SECONDS = 60
+# What `status` reads, and log entries as Cloud Logging takes them.
+_TELLING = ("--termination_message=/dev/termination-log", "--log_format=json")
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,11 @@ def report_path(output: str) -> str:
     return f"{output}/report.json"
 
 
+def check_report_path(output: str) -> str:
+    """Where the report of the check of `output` goes."""
+    return f"{output}/check.json"
+
+
 def containers(manifest: Mapping[str, Any]) -> list[Container]:
     """A Job's containers in the order they run: first the init containers."""
     pod = manifest["spec"]["template"]["spec"]
@@ -208,7 +215,7 @@ def _conversion(request: Request, settings: Settings, variant: str, output: str,
         f"--threads={settings.cpu}",
         "--if_exists=skip",
         f"--report={report_path(output)}",
-        "--termination_message=/dev/termination-log",
+        *_TELLING,
     ]
 
 
@@ -222,6 +229,8 @@ def _check(request: Request, settings: Settings, output: str) -> list[str]:
         *([f"--revision={revision}"] if revision else []),
         f"--model_name={request.model.name}",
         f"--threads={settings.cpu}",
+        f"--report={check_report_path(output)}",
+        *_TELLING,
     ]
 
 

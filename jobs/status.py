@@ -72,6 +72,7 @@ class Status:
       peak_memory_bytes: the largest of its containers; None where no message says.
       exit_code: of the container that failed; None otherwise.
       reason: why it waits, is stuck or failed; "".
+      check: what the check found; "" while it has found nothing.
       outputs: variant -> directory.
     """
 
@@ -87,6 +88,7 @@ class Status:
     peak_memory_bytes: int | None
     exit_code: int | None
     reason: str
+    check: str
     outputs: Mapping[str, str]
 
     @property
@@ -162,10 +164,11 @@ def _describe_one(
         position=positions.get(workload["metadata"]["name"]) if workload and state == QUEUED else None,
         node=(pod or {}).get("spec", {}).get("nodeName") or "",
         elapsed_seconds=_elapsed(job, now),
-        bytes=_total(message.get("bytes") for message in messages),
+        bytes=_total(message.get("bytes") for message in messages if "checked" not in message),
         peak_memory_bytes=max((peak for message in messages if (peak := _peak(message))), default=None),
         exit_code=exit_code,
         reason=_reason(job, workload, pods, events, state),
+        check=next((told for message in reversed(messages) if (told := _checked(message))), ""),
         outputs=outputs(job),
     )
 
@@ -314,6 +317,15 @@ def _peak(message: Mapping[str, Any]) -> int | None:
     if not isinstance(peaks, dict):
         return None
     return next((peaks[key] for key in ("anonymous_and_shared", "resident", "cgroup") if peaks.get(key)), None)
+
+
+def _checked(message: Mapping[str, Any]) -> str:
+    """What a check's termination message says it found; "" for any other."""
+    checked = message.get("checked")
+    if not isinstance(checked, dict):
+        return ""
+    arrays, differences = checked.get("arrays"), checked.get("differences")
+    return f"{differences} of {arrays} arrays differ" if differences else f"{arrays} arrays equal"
 
 
 def _total(values: Iterable[Any]) -> int | None:

@@ -272,12 +272,15 @@ def test_logs_in_the_order_of_the_containers(world: World, server: Server) -> No
     server.run_to("qwen3-0-6b-talk", "convert-scanned")
     pod = server.pods_of("qwen3-0-6b-talk")[0]["metadata"]["name"]
     server.texts[pod, "convert-unscanned"] = "one\n"
-    server.texts[pod, "convert-scanned"] = "two"
+    server.texts[pod, "convert-scanned"] = (
+        '{"time": "T", "severity": "INFO", "message": "two", "phase": "plan"}\n{"odd": 2}'
+    )
+    shown = 'T INFO two\n{"odd": 2}\n'
     ran = world.run("logs", MODEL, "--run-name", "talk")
     assert ran.code == 0
-    assert ran.out == f"==> {pod} convert-unscanned <==\none\n==> {pod} convert-scanned <==\ntwo\n"
+    assert ran.out == f"==> {pod} convert-unscanned <==\none\n==> {pod} convert-scanned <==\n{shown}"
     ran = world.run("logs", MODEL, "--run-name", "talk", "--container", "convert-scanned")
-    assert ran.out == f"==> {pod} convert-scanned <==\ntwo\n"
+    assert ran.out == f"==> {pod} convert-scanned <==\n{shown}"
     ran = world.run("logs", MODEL, "--run-name", "talk", "--container", "nope")
     assert ran.code == 2
     assert "convert-unscanned, convert-scanned, check" in ran.error
@@ -338,7 +341,7 @@ def test_no_node_image_pull_and_oom_are_told(world: World, server: Server) -> No
 def test_status_without_jobs_is_an_empty_table(world: World) -> None:
     ran = world.run("status")
     assert ran.code == 0
-    assert ran.out.splitlines() == ["MODEL  RUN  STATE  POSITION  NODE  ELAPSED  BYTES  PEAK MEMORY  REASON"]
+    assert ran.out.splitlines() == ["MODEL  RUN  STATE  POSITION  NODE  ELAPSED  BYTES  PEAK MEMORY  CHECK  REASON"]
 
 
 def test_status_by_model_run_and_name(world: World) -> None:

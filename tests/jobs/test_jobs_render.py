@@ -263,15 +263,16 @@ def test_the_converter_takes_its_words(name: str, monkeypatch: pytest.MonkeyPatc
         assert values["threads"] == 60
         assert values["report"] == f"{values['base_output_directory']}/report.json"
         assert values["termination_message"] == "/dev/termination-log"
+        assert values["log_format"] == "json"
         assert {"hardware=cpu", "skip_jax_distributed_system=True"} <= set(words)
-    calls: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(
-        "converter.verification.run_verification", lambda path, **options: calls.append((str(path), options)) or 0
-    )
+    found = []
+    monkeypatch.setattr("converter.run.run_verification", lambda _, parse: found.append(parse()) or 0)
     assert converter_cli.main(list(check.args)) == 0
-    ((_, options),) = calls
-    assert options["source"] == model.hub
-    assert options["model_name"] == name
+    ((asked, message),) = found
+    assert (asked.source, asked.model_name, asked.threads) == (model.hub, name, 60)
+    assert str(asked.report) == f"{asked.path}/check.json"
+    assert message == "/dev/termination-log"
+    assert "--log_format=json" in check.args
 
 
 def test_a_fine_tune_is_converted_under_its_base_models_name() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from commands import IMAGE, RUN
 
 from jobs.catalogue import catalogue
-from jobs.render import Container, Request, containers, outputs, render, report_path
+from jobs.render import Container, Request, check_report_path, containers, outputs, render, report_path
 from jobs.reports import unfinished
 from jobs.settings import Overrides, make
 
@@ -42,6 +42,7 @@ def run(container: Container, volumes: Path) -> tuple[int, dict[str, object]]:
         check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr
+    assert all(json.loads(line)["severity"] for line in done.stderr.splitlines()), "entries of Cloud Logging"
     return done.returncode, json.loads(message.read_text()) if message.exists() else {}
 
 
@@ -61,7 +62,12 @@ def test_a_pod_runs_to_its_end_and_its_replacement_goes_on(tiny: Callable[[str],
     assert unfinished(outputs(job), MODEL) == []
     report = json.loads(Path(report_path(outputs(job)["scanned"])).read_text())
     assert report["request"]["model_name"] == MODEL
-    assert run(check, tmp_path)[0] == 0
+    code, message = run(check, tmp_path)
+    assert (code, message["result"]) == (0, "equal")
+    written = json.loads(Path(report_path(outputs(job)["unscanned"])).read_text())["arrays"]
+    assert message["checked"] == {"arrays": len(written), "differences": 0}
+    checked = json.loads(Path(check_report_path(outputs(job)["unscanned"])).read_text())
+    assert checked["differences"] == []
     for output in outputs(job).values():
         assert (Path(output) / "0" / "items").is_dir()
 

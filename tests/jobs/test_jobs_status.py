@@ -188,8 +188,11 @@ def test_converted_while_it_is_checked() -> None:
 def test_checked() -> None:
     complete = job(condition("Complete", reason="CompletionsReached"))
     complete["status"]["completionTime"] = "2026-08-13T13:10:00Z"
-    status = seen(complete, pod([ended(0, message(bytes=10)), ended(0), ended(0)], phase="Succeeded"))
+    check = message(bytes=10, result="equal", checked={"arrays": 311, "differences": 0})
+    status = seen(complete, pod([ended(0, message(bytes=10)), ended(0), ended(0, check)], phase="Succeeded"))
     assert (status.state, status.exit_code, status.reason) == ("checked", None, "")
+    # What the check read is nothing that was written.
+    assert (status.check, status.bytes) == ("311 arrays equal", 10)
     assert status.elapsed_seconds == 600
     assert exit_code([status]) == 0
 
@@ -201,6 +204,14 @@ def test_failed_for_good(code: int, expected: int) -> None:
     assert (status.state, status.step, status.exit_code) == ("failed", "convert-scanned", code)
     assert status.reason == f"PodFailurePolicy: convert-scanned: exit code {code}: no such bucket"
     assert exit_code([status]) == expected
+
+
+def test_a_difference() -> None:
+    told = message(exit_code=4, error="2 of 311 arrays of x differ from y", checked={"arrays": 311, "differences": 2})
+    failure = pod([ended(0), ended(0), ended(4, told)], phase="Failed")
+    status = seen(job(condition("Failed", reason="PodFailurePolicy", message="Container ...")), failure)
+    assert (status.step, status.exit_code, status.check) == ("check", 4, "2 of 311 arrays differ")
+    assert status.reason == "PodFailurePolicy: check: exit code 4: 2 of 311 arrays of x differ from y"
 
 
 def test_failed_and_the_pods_are_gone_with_their_node() -> None:
@@ -253,7 +264,10 @@ def test_a_message_that_is_no_message_is_told_as_text() -> None:
     assert (status.bytes, status.peak_memory_bytes) == (None, None)
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "{}", '{"exit_code": 2, "peak_memory_bytes": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "3", "null", '"x"', "{}", '{"exit_code": 2, "peak_memory_bytes": 3}', '{"exit_code": 4, "checked": 4}'],
+)
 def test_odd_messages_do_no_harm(text: str) -> None:
     assert seen(job(), pod([ended(0, text), RUNNING])).state == "running"
 
