@@ -62,6 +62,8 @@ class Model:
       revision: branch, tag or commit there; "" is its default branch.
       parameters: in the repository, tied ones once.
       source_bytes: what is downloaded.
+      tower: whether the repository has a vision tower that MaxText holds.
+      scan: what MaxText can scan the layers of: "always" all checkpoints, "text" those without the tower, "never".
       task_group: id of the Airflow TaskGroup.
       variants: the checkpoints to write, in this order.
       storage, check: as above.
@@ -76,6 +78,8 @@ class Model:
     revision: str
     parameters: int
     source_bytes: int
+    tower: bool
+    scan: str
     task_group: str
     variants: tuple[str, ...]
     storage: Storage
@@ -110,6 +114,9 @@ def parse(data: Any) -> Catalogue:
     models = {name: _model(name, {**data["defaults"], **entry}) for name, entry in data["models"].items()}
     groups: dict[str, str] = {}
     for model in models.values():
+        for variant in model.variants:
+            if reason := _impossible(model, variant):
+                raise RequestError(f"models.yaml: {model.name}: variant {variant} cannot be: {reason}")
         if model.check.variant not in model.variants:
             raise RequestError(f"models.yaml: {model.name}: check.variant {model.check.variant} is not written")
         if other := groups.get(model.task_group):
@@ -147,6 +154,18 @@ def pick_variants(model: Model, wanted: Iterable[str]) -> tuple[str, ...]:
     return tuple(variant for variant in model.variants if not names or variant in names)
 
 
+def _impossible(model: Model, variant: str) -> str:
+    """Why MaxText has no such checkpoint of the model, or ""."""
+    scanned, multimodal = variant.startswith("scanned"), variant.endswith("_multimodal")
+    if multimodal and not model.tower:
+        return "there is no vision tower that MaxText holds"
+    if scanned and model.scan == "never":
+        return "MaxText does not scan this model's layers"
+    if scanned and multimodal and model.scan == "text":
+        return "MaxText does not scan layers beside this model's vision tower"
+    return ""
+
+
 def _model(name: str, entry: Mapping[str, Any]) -> Model:
     return Model(
         name=name,
@@ -156,6 +175,8 @@ def _model(name: str, entry: Mapping[str, Any]) -> Model:
         source_bytes=round(entry["source_gb"] * 1e9)
         if "source_gb" in entry
         else entry["parameters"] * _BYTES_PER_PARAMETER,
+        tower=entry.get("tower", False),
+        scan=entry.get("scan", "always"),
         task_group=entry.get("task_group", name.replace(".", "_")),
         variants=tuple(entry["variants"]),
         storage=Storage(zarr3=entry["storage"]["format"] == "zarr3", ocdbt=entry["storage"]["ocdbt"]),

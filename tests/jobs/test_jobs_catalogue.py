@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,11 +36,41 @@ def test_every_name_that_the_converter_supports_is_in_it_and_no_other_is_marked_
     assert {model.name for model in catalogue().values() if model.supported} == set(MODELS)
 
 
+# Published by OpenAI in MXFP4; the converter's own names stand for copies in bfloat16, four times as large.
+MXFP4 = {"gpt-oss-20b": "openai/gpt-oss-20b", "gpt-oss-120b": "openai/gpt-oss-120b"}
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_repository_and_size_are_the_converters(name: str) -> None:
+    model, family = catalogue()[name], MODELS[name]
+    assert model.hub == MXFP4.get(name, family.models[name].hub)
+    counted = parameter_count(family, name)
+    # What the rules of the text model do not read, towers above all, is in the repository too.
+    beside = bool(family.tower or family.beside) and name != "gemma3-1b"
+    assert counted <= model.parameters <= counted * (1.25 if beside else 1)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_what_can_be_is_what_the_converter_says_and_all_of_it_is_written(name: str) -> None:
+    model, family = catalogue()[name], MODELS[name]
+    # The one size of Gemma 3 that is published without a tower.
+    assert model.tower == bool(family.tower and name != "gemma3-1b")
+    scan = "never" if family.unscannable else "text" if family.tower and family.tower.scans else "always"
+    assert model.scan == scan
+    if model.nightly:
+        return
+    assert "unscanned" in model.variants
+    assert ("scanned" in model.variants) == (scan != "never")
+    assert any(variant.endswith("_multimodal") for variant in model.variants) == model.tower
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_time_is_enough_at_a_modest_rate(name: str) -> None:
     model = catalogue()[name]
-    assert model.hub == MODELS[name].models[name].hub
-    assert model.parameters == parameter_count(MODELS[name], name)
+    checkpoint = model.parameters * 2
+    # The source once, every checkpoint once, and one of them again for the check.
+    moved = model.source_bytes + (len(model.variants) + 1) * checkpoint
+    assert model.time_limit_hours * 3600 * 40e6 >= moved
 
 
 @pytest.mark.parametrize("name", NIGHTLY)
@@ -79,6 +110,10 @@ def test_a_quantised_source_is_smaller_than_its_parameters_say() -> None:
     [
         ({"variants": ["unscaned"]}, "models.gemma3-4b.variants.0"),
         ({"variants": []}, "models.gemma3-4b.variants"),
+        ({"tower": False}, "gemma3-4b: variant scanned_multimodal cannot be: there is no vision tower"),
+        ({"scan": "text"}, "gemma3-4b: variant scanned_multimodal cannot be: MaxText does not scan layers beside"),
+        ({"scan": "never"}, "gemma3-4b: variant scanned cannot be: MaxText does not scan this model's layers"),
+        ({"scan": "sometimes"}, "models.gemma3-4b.scan"),
         ({"variants": ["scanned"]}, "check.variant unscanned is not written"),
         ({"priority": "urgent"}, "models.gemma3-4b.priority"),
         ({"storage": {"format": "zarr4", "ocdbt": True}}, "models.gemma3-4b.storage.format"),
@@ -100,7 +135,10 @@ def test_what_breaks_the_schema_is_refused_by_its_place(change: dict[str, Any], 
     assert "\n" not in str(refused.value)
 
 
-def test_list_shows_every_model(jobs: Command) -> None:
+def test_list_shows_every_model(jobs: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    unsupported = replace(catalogue()["gemma3-4b"], supported=False)
+    found = {**catalogue(), "gemma3-4b": unsupported}
+    monkeypatch.setattr("jobs.cli.catalogue", lambda: found)
     ran = jobs("list")
     assert ran.code == 0
     lines = {line.split()[0]: line for line in ran.out.splitlines()[1:]}
