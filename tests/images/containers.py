@@ -51,13 +51,14 @@ class Containers:
         env: Mapping[str, str] | None = None,
         mounts: Mapping[str, Path] | None = None,
         memory: int = MEMORY,
+        network: str = "none",
     ) -> subprocess.Popen[str]:
-        """Start a container that may do as little as a pod's: no root, no capabilities, no network, so many bytes of
+        """Start a container that may do as little as a pod's: no root, no capabilities, no `network`, so many bytes of
         `memory`, nothing to write but `mounts` (path in the container -> here) and a tmpfs for each other of WRITABLE.
         """
         mounts = mounts or {}
         words = [
-            *("podman", "--runtime", "runc", "run", "--rm", "--network", "none"),
+            *("podman", "--runtime", "runc", "run", "--rm", "--network", network),
             *("--user", f"{USER}:{USER}", "--cap-drop", "all", "--security-opt", "no-new-privileges"),
             *("--read-only", "--read-only-tmpfs=false"),
             *("--memory", str(memory), "--memory-swap", str(memory)),

@@ -5,15 +5,17 @@ So the template, the image and the converter's command line cannot drift apart.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import buckets
 import pytest
 import yaml
 from containers import MODEL, ROOT, USER, Containers, finish, wait
@@ -34,12 +36,18 @@ class Pod:
     Attributes:
       folder: for what lasts as long as the pod, its emptyDirs and termination messages.
       claim: the folder that stands for the PersistentVolumeClaim.
+      mounts: what else its containers see, path -> here.
+      env: what else is in their environment.
+      network: podman's name of what they reach.
     """
 
     containers: Containers
     manifest: dict[str, Any]
     folder: Path
     claim: Path
+    mounts: Mapping[str, Path] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    network: str = "none"
 
     def run(self, during: tuple[str, Callable[[], None]] | None = None) -> Iterator[tuple[str, int, str]]:
         """Name, exit code and standard error of each container until one fails; `during`, one's name and what to do
@@ -68,9 +76,10 @@ class Pod:
             *container.args,
             name=f"pod-{container.name}",
             entrypoint=container.command,
-            env=container.env,
+            env={**container.env, **self.env},
             mounts={path: self._volume(volume) for path, volume in container.mounts.items()}
-            | {"/dev/termination-log": message},
+            | {"/dev/termination-log": message, **self.mounts},
+            network=self.network,
             memory=min(memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         )
 
@@ -92,21 +101,21 @@ class Pod:
         return [*spec["initContainers"], *spec["containers"]]
 
 
-@pytest.fixture(scope="module")
-def manifest(containers: Containers) -> dict[str, Any]:
+def rendered(containers: Containers, **flags: str) -> dict[str, Any]:
     """The Job, from the command that a CI runs."""
-    flags = {
-        "--image": containers.image,
-        "--output-root": OUTPUT,
-        "--output-claim": "output",
-        "--source": f"{OUTPUT}/source",
-        "--run-name": RUN,
-    }
-    command = [sys.executable, "-m", "jobs", "render", MODEL, *(word for flag in flags.items() for word in flag)]
+    given = {"image": containers.image, "run_name": RUN, **flags}
+    words = [word for flag, value in given.items() for word in (f"--{flag.replace('_', '-')}", value)]
+    command = [sys.executable, "-m", "jobs", "render", MODEL, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     manifest: dict[str, Any] = yaml.safe_load(done.stdout)
     return manifest
+
+
+@pytest.fixture(scope="module")
+def manifest(containers: Containers) -> dict[str, Any]:
+    """The Job that reads and writes a volume."""
+    return rendered(containers, output_root=OUTPUT, output_claim="output", source=f"{OUTPUT}/source")
 
 
 def test_the_pod_is_restricted_as_these_containers_are(manifest: dict[str, Any]) -> None:
@@ -150,7 +159,8 @@ def test_a_job_goes_on_after_its_pod_was_killed(
     # The first variant was not written again, nothing of the killed run is left of the second.
     assert _files(output(first)) == finished
     assert "skip" in pod.message(f"convert-{first}")
-    assert {path.name for path in output(second).iterdir()} == {path.name for path in output(first).iterdir()}
+    assert {path.name for path in output(second).iterdir()} - {"check.json"} == {"0", "report.json"}
+    assert json.loads(pod.message("check"))["result"] == "equal"
 
     # The Job checks one variant; both must be right.
     for variant in (first, second):
@@ -159,7 +169,25 @@ def test_a_job_goes_on_after_its_pod_was_killed(
         assert done.returncode == 0, done.stderr
 
 
+def test_a_job_writes_to_a_bucket(containers: Containers, claim: Path, tmp_path: Path) -> None:
+    with buckets.running("conversions") as bucket:
+        job = rendered(containers, bucket="conversions", source="/source")
+        mounts = {"/source": claim / "source"}
+        pod = Pod(containers, job, tmp_path / "1", claim, mounts, bucket.environment(), network="host")
+        ran = list(pod.run())
+        assert [(name, code) for name, code, _ in ran] == [(each.name, 0) for each in containers_of(job)], ran
+        folders = {variant: f"{MODEL}/to_maxtext/{variant}/{RUN}" for variant in ("scanned", "unscanned")}
+        wanted = {f"{folder}/{name}" for folder in folders.values() for name in ("report.json", "0/items/_METADATA")}
+        assert bucket.objects() >= wanted | {f"{folders['unscanned']}/check.json"}
+        assert json.loads(pod.message("check"))["result"] == "equal"
+        # Another pod of the Job finds all of it done.
+        again = Pod(containers, job, tmp_path / "2", claim, mounts, bucket.environment(), network="host")
+        assert all(code == 0 for _, code, _ in again.run())
+        for variant in folders:
+            assert json.loads(again.message(f"convert-{variant}"))["result"] == "skipped"
+
+
 def _files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Which files these are, and when they were written; but for the report, which each run writes."""
-    found = (path for path in folder.rglob("*") if path.is_file() and path.name != "report.json")
+    """Which files these are, and when they were written; but for the reports, which each run writes."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("report.json", "check.json"))
     return {str(path.relative_to(folder)): (path.stat().st_ino, path.stat().st_mtime_ns) for path in found}
