@@ -36,10 +36,13 @@ def load_command(request: Request, geometry: Geometry) -> str:
         if model.maxtext
         for stock in [_stock_words(family, known)]
     }
-    if name not in known:
-        words["model_name"] = min(known, key=lambda candidate: len(known[candidate]))
-    if differing := known[words["model_name"]]:
-        words |= {"override_model_config": "true", **differing}
+    if not known:
+        words |= {"model_name": "default", "decoder_block": family.decoder_block, **actual}
+    else:
+        if name not in known:
+            words["model_name"] = min(known, key=lambda candidate: len(known[candidate]))
+        if differing := known[words["model_name"]]:
+            words |= {"override_model_config": "true", **differing}
     parts = ["python3", "-m", "maxtext.trainers.pre_train.train", "maxtext/configs/base.yml"]
     return shlex.join([*parts, *(f"{word}={value}" for word, value in words.items())])
 

@@ -102,7 +102,6 @@ def make_planned(request: Request, repository: Repository) -> _Planned:
     geometry = make_geometry(request, repository.config)
     save_dtype = SAVE_DTYPES[request.save_dtype]
     weights = open_weights(repository, save_dtype)
-    check_tensors(request.family, geometry, weights)
     made = parameters(
         request.family,
         geometry,
@@ -111,6 +110,7 @@ def make_planned(request: Request, repository: Repository) -> _Planned:
         scan=request.scan,
         scan_axis=request.scan_axis,
     )
+    check_tensors(request.family, geometry, weights)
     storage = Storage(request.ocdbt, request.zarr3, request.compression, request.chunk_bytes)
     plan = make_plan(made, repository.positions(), devices=request.devices, scan=request.scan, storage=storage)
     scratch = weights.scratch_bytes

@@ -316,7 +316,8 @@ def _sources(rule: Rule, form: Form, sizes: _Sizes) -> Iterator[_Source]:
     rows = pattern.stored[0]
     start = sum(sizes.product(part) for part in rows.parts[: rows.chosen]) * math.prod(shape[1:])
     paired = {op.dim for op in rule.ops if isinstance(op, HalvesToPairs)}
-    for values in itertools.product(*(range(sizes[name]) for name in (*named, *repeated))):
+    # One after the other: an absurd number of them ends at the first that is not there.
+    for values in np.ndindex(*(sizes[name] for name in (*named, *repeated))):
         fixed = dict(zip((*named, *repeated), values, strict=True))
         view, per_axis = _view(pattern.stored, pattern.target, sizes, fixed, named, start, paired)
         name = form.source.format(**fixed)
