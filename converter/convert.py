@@ -7,22 +7,33 @@ import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from converter import memory, output, report
-from converter.command import load_command
+from converter import memory, merging, output, report
+from converter.adapters import (
+    Uniform,
+    adapter_parameters,
+    adapter_reader,
+    check_base,
+    module_path,
+    place,
+    uniform,
+)
+from converter.command import load_command, restore_command
 from converter.errors import ConverterError, RequestError, WorldError
 from converter.geometry import check_tensors, make_geometry
-from converter.hf.repository import NUMPY_DTYPES, Repository, locate, open_repository
-from converter.mapping import Geometry, parameters
+from converter.hf.adapter import Adapter, base_config, fetch_adapter, locate_adapter, open_adapter
+from converter.hf.repository import NUMPY_DTYPES, Repository, Source, locate, open_repository
+from converter.mapping import Parameter, parameters
 from converter.maxtext import devices
 from converter.maxtext.checkpoint import is_complete
-from converter.maxtext.layout import ITEM
+from converter.maxtext.layout import ITEM, PARAMS, ROOT
 from converter.maxtext.orbax import OpenArray, Storage, Write, save
 from converter.plan import Plan, make_plan
 from converter.progress import Meter, Phases
-from converter.reading import box_reader
+from converter.reading import ReadBox, box_reader
 from converter.request import Request
 from converter.schedule import Schedule, default_budget
 from converter.show import show_plan
@@ -56,12 +67,70 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Planned:
-    """Everything known before the first byte is written."""
+    """Everything known before the first byte is written.
+
+    Attributes:
+      repository: what is read: the model, or the adapter that is converted alone.
+      read: gives its content, an adapter merged into it.
+      adapter: that is merged.
+      metadata: of the step.
+      command: loads the result in MaxText.
+    """
 
     repository: Repository
-    geometry: Geometry
     plan: Plan
     schedule: Schedule
+    read: ReadBox
+    adapter: Adapter | None
+    metadata: Mapping[str, Any]
+    command: str
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """What a request names, found.
+
+    Attributes:
+      model: None where an adapter is converted alone.
+      adapter: None where there is none.
+      config: the base's config.json, of an adapter alone.
+    """
+
+    model: Source | None
+    adapter: Source | None
+    config: Mapping[str, Any] | None
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What their content is known by."""
+        if self.adapter is None:
+            assert self.model is not None, "something is converted"
+            return self.model.identity
+        base = self.config if self.model is None else self.model.identity
+        return {"base": base, "adapter": self.adapter.identity}
+
+    def fetch(self, token: str | None) -> _Sources:
+        """The same with their files here."""
+        return _Sources(
+            self.model and self.model.fetch(token), self.adapter and fetch_adapter(self.adapter, token), self.config
+        )
+
+
+def _locate(request: Request) -> _Sources:
+    adapter = request.adapter
+    if adapter is None:
+        assert request.source is not None, "a model has a repository"
+        return _Sources(locate(request.source, revision=request.revision, token=request.token), None, None)
+    found = locate_adapter(adapter.source, revision=adapter.revision, token=request.token)
+    if adapter.merge:
+        assert request.source is not None, "a model has a repository"
+        return _Sources(locate(request.source, revision=request.revision, token=request.token), found, None)
+    if request.source is None:
+        config = {"architectures": list(request.family.architectures[:1]), **request.model.config}
+    else:
+        # Whether the base is stored quantised does not matter to what is added to it.
+        config = base_config(request.source, revision=None, token=request.token) | {"quantization_config": None}
+    return _Sources(None, found, config)
 
 
 def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcome:
@@ -71,8 +140,8 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
       ConverterError: with the line for the user and the exit code.
     """
     with phases.phase("plan"):
-        source = locate(request.source, revision=request.revision, token=request.token)
-        fingerprint = request.fingerprint(source.identity)
+        sources = _locate(request)
+        fingerprint = request.fingerprint(sources.identity)
         if not request.dry_run:
             if output.half_swapped(request.output):
                 with output.opened(request.output):
@@ -84,20 +153,25 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
             if request.report is not None:
                 output.check_writable(request.report.parent)
     with phases.phase("download"):
-        source = source.fetch(request.token)
+        sources = sources.fetch(request.token)
     with phases.phase("plan"):
-        planned = make_planned(request, open_repository(source))
+        adapter = open_adapter(sources.adapter) if sources.adapter else None
+        if adapter is not None and sources.config is not None:
+            planned = _plan_adapter(request, adapter, sources.config)
+        else:
+            assert sources.model is not None, "a model is converted"
+            planned = _plan_model(request, open_repository(sources.model), adapter)
     if request.dry_run:
         show_plan(planned.plan, planned.schedule, expected_stored(planned.plan))
         return Outcome("planned", planned.plan.nbytes, None)
     output.check_space(request.output, expected_stored(planned.plan))
     with output.opened(request.output):
         _write(request, planned, fingerprint, monitor, phases)
-    return Outcome("converted", planned.plan.nbytes, load_command(request, planned.geometry))
+    return Outcome("converted", planned.plan.nbytes, planned.command)
 
 
-def make_planned(request: Request, repository: Repository) -> _Planned:
-    """The plan of a request for an opened repository."""
+def _plan_model(request: Request, repository: Repository, adapter: Adapter | None) -> _Planned:
+    """The plan for an opened repository, with an adapter to merge or none."""
     geometry = make_geometry(request, repository.config)
     made = parameters(
         request.family,
@@ -108,13 +182,62 @@ def make_planned(request: Request, repository: Repository) -> _Planned:
         scan_axis=request.scan_axis,
     )
     check_tensors(request.family, geometry, repository)
+    read = box_reader(repository)
+    if adapter is not None:
+        check_base(request.family, request.model_name, adapter)
+        placed = place(request.family, geometry, adapter, repository.tensors)
+        read = merging.merging_reader(read, adapter, placed)
+    plan, schedule = _scheduled(request, made, repository, ROOT)
+    metadata = {"scan_layers": request.scan}
+    return _Planned(repository, plan, schedule, read, adapter, metadata, load_command(request, geometry))
+
+
+def _plan_adapter(request: Request, adapter: Adapter, config: Mapping[str, Any]) -> _Planned:
+    """The plan for an adapter alone, of a base with this config.json."""
+    assert request.adapter is not None, "an adapter is converted"
+    check_base(request.family, request.model_name, adapter)
+    geometry = make_geometry(request, config)
+    settings = uniform(adapter)
+    made = adapter_parameters(
+        request.family,
+        geometry,
+        adapter,
+        rank=settings.rank,
+        save_dtype=SAVE_DTYPES[request.save_dtype],
+        scan=request.scan,
+        scan_axis=request.scan_axis,
+    )
+    root = ROOT
+    if request.adapter.layout == "maxtext":
+        root = ""
+        made = [replace(parameter, path=parameter.path.removeprefix(PARAMS)) for parameter in made]
+    plan, schedule = _scheduled(request, made, adapter.repository, root)
+    return _Planned(
+        adapter.repository,
+        plan,
+        schedule,
+        adapter_reader(box_reader(adapter.repository), settings.factors),
+        None,
+        {"scan_layers": request.scan, "lora": _lora_metadata(settings, made)},
+        restore_command(request, geometry, settings.rank, settings.alpha, module_path(made)),
+    )
+
+
+def _lora_metadata(settings: Uniform, made: list[Parameter]) -> dict[str, Any]:
+    """What MaxText's restore_lora_from_path looks for in a step's custom metadata, by the names of its words."""
+    return {"lora_rank": settings.rank, "lora_alpha": settings.alpha, "lora_module_path": module_path(made)}
+
+
+def _scheduled(request: Request, made: list[Parameter], repository: Repository, root: str) -> tuple[Plan, Schedule]:
     storage = Storage(request.ocdbt, request.zarr3, request.compression, request.chunk_bytes)
-    plan = make_plan(made, repository.positions(), devices=request.devices, scan=request.scan, storage=storage)
+    plan = make_plan(
+        made, repository.positions(), devices=request.devices, scan=request.scan, storage=storage, root=root
+    )
     budget = request.memory_budget or default_budget(plan, request.threads, memory.limit())
     if budget < plan.largest_chunk:
         log.warning("memory_budget=%d is below the largest chunk: raised to its %d bytes", budget, plan.largest_chunk)
         budget = plan.largest_chunk
-    return _Planned(repository, geometry, plan, Schedule(plan, budget, request.threads))
+    return plan, Schedule(plan, budget, request.threads)
 
 
 def expected_stored(plan: Plan) -> int:
@@ -148,6 +271,7 @@ def _already_there(request: Request, fingerprint: str) -> bool:
 
 def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memory.Monitor, phases: Phases) -> None:
     plan, repository = planned.plan, planned.repository
+    adapter = planned.adapter.repository if planned.adapter else None
     memory.use_few_arenas()
     devices.start(request.devices)
     if plan.largest_chunk >= memory.LARGE_CHUNK_BYTES:
@@ -158,19 +282,20 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
     with Meter("converting", plan.nbytes, monitor) as meter:
         writer = Writer(
             planned.schedule,
-            box_reader(repository),
+            planned.read,
             repository.prefetch if planned.schedule.rereads(memory.limit()) else None,
             digests.add if request.report is not None else None,
             meter.add,
             stop,
+            **({"task_bytes": merging.TASK_BYTES} if planned.adapter else {}),
         )
 
         def write(arrays: list[OpenArray]) -> Mapping[str, bytes]:
             with phases.phase("write"):
                 writer.write(arrays)
-            return {output.RECORD: report.record(request, repository, fingerprint)}
+            return {output.RECORD: report.record(request, repository, fingerprint, adapter)}
 
-        _save(request, target, plan, write, stop)
+        _save(request, target, planned, write, stop)
     with phases.phase("finish"):
         output.publish(request.output, target)
     if request.report is not None:
@@ -178,6 +303,7 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
             request,
             repository,
             plan,
+            adapter=adapter,
             fingerprint=fingerprint,
             digests=digests,
             stored_bytes=meter.stored,
@@ -192,7 +318,7 @@ def _write(request: Request, planned: _Planned, fingerprint: str, monitor: memor
             ) from error
 
 
-def _save(request: Request, target: Path, plan: Plan, write: Write, stop: threading.Event) -> None:
+def _save(request: Request, target: Path, planned: _Planned, write: Write, stop: threading.Event) -> None:
     """Let Orbax save; whatever ends it before its time leaves nothing behind."""
     others = set(threading.enumerate())
     # In a thread of its own, so that SIGTERM, which is raised in the main thread, never interrupts Orbax half-way.
@@ -200,9 +326,9 @@ def _save(request: Request, target: Path, plan: Plan, write: Write, stop: thread
         saving = pool.submit(
             save,
             target,
-            [array.leaf for array in plan.arrays],
-            plan.storage,
-            custom_metadata={"scan_layers": request.scan},
+            [array.leaf for array in planned.plan.arrays],
+            planned.plan.storage,
+            custom_metadata=planned.metadata,
             threads=request.threads,
             write=write,
         )

@@ -40,6 +40,7 @@ class Writer:
       on_chunk: called with each filled chunk and its content, from several threads.
       on_stored: called with each chunk's uncompressed and stored bytes, from several threads.
       stop: when set, the writer gives up at the next opportunity.
+      task_bytes: one thread copies before it takes the next task.
     """
 
     schedule: Schedule
@@ -48,6 +49,7 @@ class Writer:
     on_chunk: Callable[[Chunk, np.ndarray], None] | None
     on_stored: Callable[[int, int], None]
     stop: threading.Event
+    task_bytes: int = _TASK_BYTES
 
     def write(self, arrays: Iterable[OpenArray]) -> None:
         """Write every chunk of the schedule into `arrays`.
@@ -80,7 +82,7 @@ class Writer:
     def _fill(
         self, pool: ThreadPoolExecutor, group: tuple[Chunk, ...], buffers: dict[Chunk, np.ndarray], *, backwards: bool
     ) -> None:
-        tasks = list(_tasks(group))
+        tasks = list(_tasks(group, self.task_bytes))
         if backwards:
             # What the last walk read last is still in the page cache.
             tasks.reverse()
@@ -201,7 +203,7 @@ class _Task:
     first: bool
 
 
-def _tasks(group: tuple[Chunk, ...]) -> Iterator[_Task]:
+def _tasks(group: tuple[Chunk, ...], size: int) -> Iterator[_Task]:
     """What fills a group, ordered so that tasks which read the same rows come together."""
     by_array: dict[int, list[Chunk]] = {}
     for chunk in group:
@@ -212,7 +214,7 @@ def _tasks(group: tuple[Chunk, ...]) -> Iterator[_Task]:
             parts = [
                 [
                     _Task(piece, chunk, *box, first=not (i and chunk.array.strided))
-                    for box in _split(piece, chunk, target, source)
+                    for box in _split(piece, chunk, target, source, size)
                 ]
                 for i, (chunk, target, source) in enumerate(boxes)
             ]
@@ -235,12 +237,12 @@ def intersect(piece: Piece, box: Box) -> tuple[Box, Box] | None:
     return tuple(target), tuple(source)
 
 
-def _split(piece: Piece, chunk: Chunk, target: Box, source: Box) -> Iterator[tuple[Box, Box]]:
-    """Cut a copy into tasks of about `_TASK_BYTES` along the axis that lies outermost in the file."""
+def _split(piece: Piece, chunk: Chunk, target: Box, source: Box, size: int) -> Iterator[tuple[Box, Box]]:
+    """Cut a copy into tasks of about `size` bytes along the axis that lies outermost in the file."""
     outer = piece.view.outer_axis
     sizes = [part.stop - part.start for part in source]
     total = int(np.prod(sizes, dtype=np.int64)) * chunk.array.dtype.itemsize
-    rows = max(1, sizes[outer] * _TASK_BYTES // max(1, total))
+    rows = max(1, sizes[outer] * size // max(1, total))
     step = target[outer].step or 1
     for first in range(0, sizes[outer], rows):
         last = min(first + rows, sizes[outer])

@@ -78,20 +78,26 @@ def download(pinned: Pinned, token: str | None) -> Path:
       RequestError: the repository has no safetensors weights.
       WorldError: the network or the hub failed, or the disk is full.
     """
+    root = download_files(pinned, token, [CONFIG, INDEX])
+    names = pinned.files or [path.name for path in root.iterdir()]
+    return download_files(pinned, token, [CONFIG, INDEX, *weight_files(root, names, pinned.repo)])
+
+
+def download_files(pinned: Pinned, token: str | None, names: list[str]) -> Path:
+    """Bring those of the named files that there are into the hub's cache; the folder they are in.
+
+    Raises:
+      WorldError: the network or the hub failed, or the disk is full.
+    """
     from huggingface_hub import snapshot_download
 
-    def fetch(names: list[str]) -> Path:
-        return Path(
-            _try(
-                pinned.repo,
-                pinned.commit,
-                lambda: snapshot_download(pinned.repo, revision=pinned.commit, token=token, allow_patterns=names),
-            )
+    return Path(
+        _try(
+            pinned.repo,
+            pinned.commit,
+            lambda: snapshot_download(pinned.repo, revision=pinned.commit, token=token, allow_patterns=names),
         )
-
-    root = fetch([CONFIG, INDEX])
-    names = pinned.files or [path.name for path in root.iterdir()]
-    return fetch([CONFIG, INDEX, *weight_files(root, names, pinned.repo)])
+    )
 
 
 def _configure() -> None:
