@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from converter.errors import RequestError
-from converter.families import FAMILIES
 from converter.hf.adapter import Adapter, Pair
 from converter.hf.safetensors import StoredTensor
 from converter.mapping import Box, Geometry, Parameter, Piece, namer, parameters, stored_shapes
 from converter.maxtext.layout import PARAMS
+from converter.models import FAMILIES
 from converter.patterns import Axis, choice, parse_pattern
 from converter.reading import ReadBox
 from converter.rules import Config, Family, Form, HalvesToPairs, Rule, Scale, Stack
@@ -79,6 +79,7 @@ def place(
             raise RequestError(
                 f"the adapter of {module[:200]} is for [{pair.outputs}, {pair.inputs}], the base has "
                 f"{list(shapes[name])}; is it for another model?"
+                + ("" if tensors is not None else " hf_model_path says where the base's config.json is")
             )
         placed[name] = pair
     return placed

@@ -97,6 +97,9 @@ def verify(argv: list[str]) -> int:
     parser.add_argument("path", help="the checkpoint: its base directory, step or items directory")
     parser.add_argument("--source", required=True, help="local folder or hub id it was made from")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument(
+        "--hf_lora_adapter_path", help="LoRA adapter that was merged, or converted alone: source is then its base"
+    )
     parser.add_argument("--model_name", help="needed where neither the checkpoint nor config.json tell")
     parser.add_argument("--threads", type=int, help="default: one per CPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -109,6 +112,7 @@ def verify(argv: list[str]) -> int:
             Path(options.path),
             source=options.source,
             revision=options.revision,
+            adapter=options.hf_lora_adapter_path,
             model_name=options.model_name,
             threads=options.threads,
             as_json=options.json,

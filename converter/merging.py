@@ -2,8 +2,8 @@
 
 BLAS may sum in another order where a matrix has another shape. So a product is always computed in tiles of one shape,
 which lie on a grid over the whole tensor: no element depends on which box it is read in. Such a tile is so small that
-OpenBLAS computes it in the thread that asks for it, and its sums run over the rank in order, as they do in a product of
-the whole matrices.
+OpenBLAS computes it in the thread that asks for it, and its sums run over the rank in order, as they do in its product
+of the whole matrices as long as the rank is not above some two hundred.
 """
 
 from __future__ import annotations
@@ -100,11 +100,12 @@ def _add(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, pair: Pair, 
     b = matrices.elements(pair.b, slice(0, pair.rank * pair.outputs)).reshape(pair.outputs, pair.rank)
     scale = np.float32(pair.scale)
     below, across = _cuts(rows, height), _cuts(columns, width)
-    right = [(part, inside, _padded(a.T, start, width).T) for part, inside, start in across]
+    right = [(part, inside, np.ascontiguousarray(_padded(a.T, start, width).T)) for part, inside, start in across]
+    product = np.empty((height, width), np.float32)
     for down, inner, start in below:
         left = _padded(b, start, height)
         for part, inside, tile in right:
-            product = np.matmul(left, tile)
+            np.matmul(left, tile, out=product)
             product *= scale
             kept = product[inner][:, inside]
             values[down, part] = (values[down, part].astype(np.float32) + kept).astype(values.dtype)
