@@ -9,7 +9,7 @@ of the whole matrices as long as the rank is not above some two hundred.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -26,6 +26,9 @@ _TILE = 1 << 14
 
 _WORK = 1 << 18
 """Multiplications up to which OpenBLAS uses one thread: SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD."""
+
+_SIDE = 256
+"""Rows and columns that are worked on at a time, a whole number of tiles: what fits the caches."""
 
 _LEAST = 16
 """Rows and columns of a tile at least: what BLAS' inner loops compute side by side."""
@@ -98,36 +101,37 @@ def _add(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, pair: Pair, 
     height, width = _tile(pair.rank)
     a = matrices.elements(pair.a, slice(0, pair.rank * pair.inputs)).reshape(pair.rank, pair.inputs)
     b = matrices.elements(pair.b, slice(0, pair.rank * pair.outputs)).reshape(pair.outputs, pair.rank)
-    scale = np.float32(pair.scale)
-    below, across = _cuts(rows, height), _cuts(columns, width)
-    right = [(part, inside, np.ascontiguousarray(_padded(a.T, start, width).T)) for part, inside, start in across]
-    product = np.empty((height, width), np.float32)
-    for down, inner, start in below:
-        left = _padded(b, start, height)
-        for part, inside, tile in right:
-            np.matmul(left, tile, out=product)
-            product *= scale
-            kept = product[inner][:, inside]
+    across = list(_runs(columns, width, a.T))
+    for down, from_rows, left in _runs(rows, height, b):
+        for part, from_columns, right in across:
+            product = np.empty((len(left), height, len(right), width), np.float32)
+            # Tile by tile: a product of its own each.
+            np.matmul(left[:, None], right.swapaxes(1, 2), out=product.swapaxes(1, 2))
+            product *= np.float32(pair.scale)
+            kept = product.reshape(len(left) * height, len(right) * width)[from_rows][:, from_columns]
             values[down, part] = (values[down, part].astype(np.float32) + kept).astype(values.dtype)
 
 
-def _cuts(lines: np.ndarray, size: int) -> list[tuple[slice, slice | np.ndarray, int]]:
-    """Ascending lines by the tile that they are in: which of them, where in the tile, where it begins."""
-    cuts = []
-    begin = 0
-    while begin < len(lines):
-        start = int(lines[begin]) // size * size
-        end = int(np.searchsorted(lines, start + size))
-        inside = lines[begin:end] - start
+def _runs(lines: np.ndarray, size: int, matrix: np.ndarray) -> Iterator[tuple[slice, slice | np.ndarray, np.ndarray]]:
+    """Ascending lines in groups, each with what of a matrix its tiles need.
+
+    Args:
+      size: of a tile.
+      matrix: has a row for every line there is.
+
+    Yields:
+      Which of the lines are in the group, where they are among the lines of its tiles, and those: [tiles, size, rank].
+    """
+    tiles, position = np.unique(lines // size, return_inverse=True)
+    at = position * size + lines % size
+    count = max(1, _SIDE // size)
+    for first in range(0, len(tiles), count):
+        group = tiles[first : first + count]
+        begin, end = np.searchsorted(position, (first, first + count))
+        inside = at[begin:end] - first * size
         run = inside[-1] - inside[0] + 1 == len(inside)
-        cuts.append((slice(begin, end), slice(int(inside[0]), int(inside[-1]) + 1) if run else inside, start))
-        begin = end
-    return cuts
-
-
-def _padded(matrix: np.ndarray, start: int, size: int) -> np.ndarray:
-    """Rows of a matrix in float32, zeros beyond its end."""
-    part = np.zeros((size, matrix.shape[1]), np.float32)
-    found = matrix[start : start + size]
-    part[: len(found)] = found
-    return part
+        part = np.zeros((len(group), size, matrix.shape[1]), np.float32)
+        for into, tile in zip(part, group, strict=True):
+            found = matrix[tile * size : (tile + 1) * size]
+            into[: len(found)] = found
+        yield slice(begin, end), slice(inside[0], inside[-1] + 1) if run else inside, part
