@@ -1,4 +1,4 @@
-"""LoRA adapters: alone and merged, what MaxText's converter makes of them, and better where it ignores what they say."""
+"""LoRA adapters, alone and merged: what MaxText's converter makes of them, but for what it ignores."""
 
 from __future__ import annotations
 
@@ -618,6 +618,18 @@ def test_odd_adapter_is_refused_for_what_is_left_out(tmp_path: Path) -> None:
     check_refused("llama3.1", DATA / "lora-llama3.1" / "adapter_odd_f32", tmp_path, "modules_to_save")
 
 
+def test_fields_of_later_versions_are_named(tmp_path: Path) -> None:
+    """fan_in_fan_out has no effect on linear layers, in peft either."""
+    adapter = changed(tmp_path / "adapter", fan_in_fan_out=True, something_new=1, something_off=False)
+    run = alone("qwen3", adapter, tmp_path / "out", "--save_dtype=float32", "--adapter_layout=converter")
+    assert run.code == 0, run.stderr
+    assert run.stderr.count("something_new") == 1
+    assert "something_off" not in run.stderr
+    wanted = expected("qwen3", "adapter", "f32", scan=True)["arrays"]
+    found = arrays(step_of("qwen3", adapter, tmp_path / "out"))
+    assert {n: a.sha256 for n, a in found.items()} == {n: a["sha256"] for n, a in wanted.items()}
+
+
 def test_dtypes_that_are_refused(tmp_path: Path) -> None:
     adapter = changed(tmp_path / "adapter", add={f"{Q}.lora_A.weight": np.ones((4, 72), np.int32)})
     check_refused("qwen3", adapter, tmp_path, "I32")
@@ -691,7 +703,7 @@ def test_layers_beyond_a_cut_are_left_out(tmp_path: Path) -> None:
 
 
 def test_from_the_hub(tmp_path: Path) -> None:
-    """An adapter has no config.json of its own; of a base, nothing else is downloaded. Offline it comes from the cache."""
+    """An adapter has no config.json of its own. Offline it comes from the cache."""
     folder = shutil.copytree(DATA / "lora-qwen3" / "adapter_f32", tmp_path / "adapter")
     (folder / "tokenizer.json").write_text("{}")
     words = ("model_name=qwen3-0.6b", "hf_lora_adapter_path=me/my-lora", "revision=v1", "--save_dtype=float32")

@@ -8,6 +8,7 @@ fields' meaning is that of peft 0.18's LoraConfig; those that would change the r
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from converter.hf.files import CONFIG, read_json
 from converter.hf.hub import download_files
 from converter.hf.repository import Repository, Source, SourceFile, locate
 from converter.hf.safetensors import StoredTensor, read_header
+
+log = logging.getLogger("converter")
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -44,6 +47,20 @@ _REFUSED = {
     "use_bdlora": "block-diagonal adapters",
 }
 """Fields of adapter_config.json that ask for more than W + scale * B A -> what they ask for."""
+
+_KNOWN = frozenset(
+    (
+        *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
+        *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"),
+        # What follows has done its work in training, or says nothing beyond the tensors' names.
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "inference_mode"),
+        *("lora_dropout", "runtime_config", "eva_config", "corda_config", "loftq_config", "lora_ga_config"),
+        *("megatron_config", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+        # Without effect on linear layers, in PEFT too.
+        "fan_in_fan_out",
+    )
+)
+"""The other fields whose meaning is known; where they matter they are carried out."""
 
 _PLAIN_STARTS = ("gaussian", "orthogonal", "eva", "true", "false")
 """Values of init_lora_weights that leave the base's weights as they are."""
@@ -129,6 +146,9 @@ def open_adapter(source: Source) -> Adapter:
     config = read_json(root / ADAPTER_CONFIG, f"{location} has no {ADAPTER_CONFIG}; is it a PEFT adapter?")
     where = f"{location}/{ADAPTER_CONFIG}"
     _check_config(config, where)
+    unknown = sorted(field for field, value in config.items() if value and field not in {*_KNOWN, *_REFUSED})
+    if unknown:
+        log.warning("%s sets what is not known here and has no effect: %s", where, ", ".join(unknown))
     weights = root / ADAPTER_WEIGHTS
     if not weights.exists():
         raise RequestError(f"{location} has no {ADAPTER_WEIGHTS}{_pickled(root)}")
