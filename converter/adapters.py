@@ -11,10 +11,10 @@ differs from what most pairs have is multiplied into B: W + (alpha / rank) * B A
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,10 +28,7 @@ from converter.maxtext.layout import PARAMS
 from converter.models import FAMILIES
 from converter.patterns import Axis, choice, parse_pattern
 from converter.reading import ReadBox
-from converter.rules import Config, Family, Form, HalvesToPairs, Rule, Scale, Stack
-
-Product = Callable[[tuple[str, ...]], str]
-"""Gives several dimensions that follow each other one name."""
+from converter.rules import Family, Form, HalvesToPairs, Rule, Scale, Stack
 
 _WEIGHT = ".weight"
 _RANK = "rank"
@@ -154,8 +151,7 @@ def adapter_parameters(
     """
     place(family, geometry, adapter, None)
     config = {**geometry.config, _RANK: rank}
-    derived, computed = _derived(family, config)
-    config |= computed
+    derived = _derived(family)
     tensors = adapter.repository.tensors
     shapes = stored_shapes(derived, config, tensors, multimodal=geometry.multimodal)
     for module, pair in adapter.pairs.items():
@@ -213,35 +209,24 @@ def module_path(parameters: list[Parameter]) -> str:
     )
 
 
-def _derived(family: Family, config: Config) -> tuple[Family, dict[str, int]]:
-    """A family whose parameters are the adapters of this one's kernels, and the sizes that its patterns need.
+def _derived(family: Family) -> Family:
+    """A family whose parameters are the adapters of this one's kernels.
 
     Its tensors are called as the adapter's are, and its rank is the configuration's.
     """
-    dims = {**family.dims, _RANK: _RANK}
-    sizes: dict[str, int] = {}
-
-    def product(names: tuple[str, ...]) -> str:
-        """One dimension for several that follow each other."""
-        if len(names) == 1:
-            return names[0]
-        joined = "*".join(names)
-        dims[joined] = joined
-        sizes[joined] = math.prod(int(name) if name.isdigit() else int(config[family.dims[name]]) for name in names)
-        return joined
 
     def rules(held: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        return tuple(adapted for rule in held for adapted in _adapted(rule, product))
+        return tuple(adapted for rule in held for adapted in _adapted(rule))
 
     def stacks(held: tuple[Stack, ...]) -> tuple[Stack, ...]:
         return tuple(replace(stack, rules=rules(stack.rules)) for stack in held)
 
     tower = family.tower and replace(family.tower, rules=rules(family.tower.rules), stacks=stacks(family.tower.stacks))
-    derived = replace(family, rules=rules(family.rules), stacks=stacks(family.stacks), tower=tower, dims=dims)
-    return derived, sizes
+    dims = {**family.dims, _RANK: _RANK}
+    return replace(family, rules=rules(family.rules), stacks=stacks(family.stacks), tower=tower, dims=dims)
 
 
-def _adapted(rule: Rule, product: Product) -> Iterator[Rule]:
+def _adapted(rule: Rule) -> Iterator[Rule]:
     """The rules for both matrices of a kernel's adapter; none where MaxText cannot have one there."""
     if not rule.target.endswith(".kernel") or not rule.source or rule.collection != "params":
         return
@@ -252,7 +237,7 @@ def _adapted(rule: Rule, product: Product) -> Iterator[Rule]:
         forms = [
             Form(form.source.removesuffix(_WEIGHT) + f".lora_{side.upper()}.weight", pattern)
             for form in (Form(rule.source, rule.pattern), *rule.forms)
-            if (pattern := _pattern(form, side, paired, product))
+            if (pattern := _pattern(form, side, paired))
         ]
         if not forms:
             return
@@ -267,7 +252,7 @@ def _adapted(rule: Rule, product: Product) -> Iterator[Rule]:
         )
 
 
-def _pattern(form: Form, side: str, paired: set[str], product: Product) -> str | None:
+def _pattern(form: Form, side: str, paired: set[str]) -> str | None:
     """The pattern of one matrix of the adapter, from that of the kernel; None where there can be none."""
     kernel = parse_pattern(form.pattern)
     if len(kernel.stored) != 2 or "{" in form.source or not form.source.endswith(_WEIGHT):
@@ -280,11 +265,13 @@ def _pattern(form: Form, side: str, paired: set[str], product: Product) -> str |
     names = tuple(name for name in axis.names if not choice(name))
     if not names or tuple(name for (name,) in (target.names for target in kernel.target) if name in names) != names:
         return None
-    stored, target = _flat(axis, names, paired, product)
+    if paired & set(names[:-1]):
+        return None
+    stored, target = _flat(axis, names, paired)
     return f"{_RANK} {stored} -> {target} {_RANK}" if side == "a" else f"{stored} {_RANK} -> {_RANK} {target}"
 
 
-def _flat(axis: Axis, names: tuple[str, ...], paired: set[str], product: Product) -> tuple[str, str]:
+def _flat(axis: Axis, names: tuple[str, ...], paired: set[str]) -> tuple[str, str]:
     """An axis as it is stored, and as one axis of the adapter."""
     if paired & set(names) or len(axis.names) > len(names) > 1:
         # What is reordered or picked inside has no stride of its own: a piece for each of the outer ones.
@@ -292,13 +279,18 @@ def _flat(axis: Axis, names: tuple[str, ...], paired: set[str], product: Product
         *outer, last = names
         target = f"({' '.join(outer)}: {last})" if outer else last
     else:
-        parts = [" ".join((*(n for n in part if choice(n)), product(_free(part)))) for part in axis.parts]
+        parts = [" ".join((*(n for n in part if choice(n)), _product(_free(part)))) for part in axis.parts]
         if len(names) == 1:
             parts[axis.chosen] = " ".join(axis.names)
-        target = product(names)
+        target = _product(names)
     parts[axis.chosen] = f"<{parts[axis.chosen]}>" if len(parts) > 1 else parts[axis.chosen]
     return f"({' | '.join(parts)})", target
 
 
 def _free(part: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in part if not choice(name))
+
+
+def _product(lengths: tuple[str, ...]) -> str:
+    """One length for several that follow each other; each may be a sum."""
+    return "+".join("*".join(terms) for terms in itertools.product(*(length.split("+") for length in lengths)))
