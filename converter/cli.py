@@ -105,6 +105,9 @@ def verify(argv: list[str]) -> int:
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     for name in ("cache_dir", "spool_dir", "retry_seconds"):
         parser.add_argument(f"--{name}", help=OPTIONS[name].help)
+    parser.add_argument(
+        "--hf_lora_adapter_path", help="LoRA adapter that was merged, or converted alone: source is then its base"
+    )
     parser.add_argument("--model_name", help="needed where neither the checkpoint nor config.json tell")
     parser.add_argument("--threads", type=int, help="default: one per CPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -123,6 +126,7 @@ def verify(argv: list[str]) -> int:
                 {name: _parsed(name, getattr(options, name)) for name in ("cache_dir", "retry_seconds")}
             ),
             spool=make_spool(options.spool_dir),
+            adapter=options.hf_lora_adapter_path,
             model_name=options.model_name,
             threads=options.threads,
             as_json=options.json,

@@ -72,14 +72,22 @@ def versions() -> dict[str, str]:
     return {"converter": converter.__version__, **{name: metadata.version(name) for name in libraries}}
 
 
-def record(request: Request, repository: Repository, fingerprint: str) -> bytes:
-    """The file that a checkpoint carries about its own making."""
+def _sources(repository: Repository, adapter: Repository | None) -> dict[str, Any]:
+    return {"source": source_entry(repository), **({"adapter": source_entry(adapter)} if adapter else {})}
+
+
+def record(request: Request, repository: Repository, fingerprint: str, adapter: Repository | None = None) -> bytes:
+    """The file that a checkpoint carries about its own making.
+
+    Args:
+      adapter: that is merged.
+    """
     return _json(
         {
             "version": VERSION,
             "fingerprint": fingerprint,
             "request": request_entry(request),
-            "source": source_entry(repository),
+            **_sources(repository, adapter),
             "versions": versions(),
         }
     )
@@ -90,6 +98,7 @@ def report(
     repository: Repository,
     plan: Plan,
     *,
+    adapter: Repository | None = None,
     fingerprint: str,
     digests: Digests,
     stored_bytes: int,
@@ -102,7 +111,7 @@ def report(
             "version": VERSION,
             "fingerprint": fingerprint,
             "request": request_entry(request),
-            "source": source_entry(repository),
+            **_sources(repository, adapter),
             "versions": versions(),
             "bytes": {"arrays": plan.nbytes, "stored": stored_bytes},
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
