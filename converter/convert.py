@@ -25,9 +25,9 @@ from converter.command import load_command, restore_command
 from converter.errors import ConverterError, RequestError, WorldError
 from converter.fetching import Reads, check_streamable, plan_reads, reading_ahead
 from converter.geometry import check_tensors, make_geometry
-from converter.hf.adapter import Adapter, base_config, fetch_adapter, locate_adapter, open_adapter
+from converter.hf.adapter import Adapter, base_config, locate_adapter, open_adapter
 from converter.hf.quantised import Weights, open_weights
-from converter.hf.repository import NUMPY_DTYPES, Access, Repository, Source, locate, open_repository
+from converter.hf.repository import NUMPY_DTYPES, Repository, Source, locate, open_repository
 from converter.mapping import Parameter, parameters
 from converter.maxtext import devices
 from converter.maxtext.checkpoint import is_complete
@@ -115,10 +115,10 @@ class _Sources:
         base = self.config if self.model is None else self.model.identity
         return {"base": base, "adapter": self.adapter.identity}
 
-    def fetch(self, access: Access, *, dry_run: bool) -> _Sources:
+    def fetch(self, *, dry_run: bool) -> _Sources:
         """The same with their files here; of a model only headers are needed for a plan."""
         model = self.model and (self.model.streamed() if dry_run else self.model.fetch())
-        return _Sources(model, self.adapter and fetch_adapter(self.adapter, access), self.config)
+        return _Sources(model, self.adapter and self.adapter.fetch(), self.config)
 
 
 def _locate(request: Request) -> _Sources:
@@ -158,7 +158,7 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
             if request.report is not None:
                 places.check_writable(request.report.parent)
     with phases.phase("download"):
-        sources = sources.fetch(request.access, dry_run=request.dry_run)
+        sources = sources.fetch(dry_run=request.dry_run)
     with phases.phase("plan"):
         adapter = open_adapter(sources.adapter) if sources.adapter else None
         if adapter is not None and sources.config is not None:

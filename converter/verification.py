@@ -25,7 +25,7 @@ from converter.copying import boxes, copy_box
 from converter.errors import CheckError, RequestError
 from converter.fetching import check_streamable, tensors_held
 from converter.geometry import check_architecture
-from converter.hf.adapter import Adapter, base_config, fetch_adapter, locate_adapter, open_adapter
+from converter.hf.adapter import Adapter, base_config, locate_adapter, open_adapter
 from converter.hf.quantised import Weights, open_weights
 from converter.hf.repository import Access, Repository, locate, open_repository
 from converter.layers import blocks
@@ -143,7 +143,7 @@ def _expectation(
         if alone or "adapter" in record:
             raise RequestError(f"{checkpoint.items} was made with an adapter: give it as --hf_lora_adapter_path")
     else:
-        opened = open_adapter(fetch_adapter(locate_adapter(adapter, revision=None, access=access), access))
+        opened = open_adapter(locate_adapter(adapter, revision=None, access=access).fetch())
         if alone:
             return _adapter_expectation(stored, base_config(source, revision=revision, access=access), opened, name)
     repository = open_repository(locate(source, revision=revision, access=access).fetch())

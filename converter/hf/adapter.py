@@ -114,34 +114,32 @@ def locate_adapter(location: str, *, revision: str | None, access: Access) -> So
       WorldError: the network or the hub failed.
     """
     try:
-        return locate(location, revision=revision, access=access)
+        source = locate(location, revision=revision, access=access)
     except RequestError as error:
         raise RequestError(f"hf_lora_adapter_path: {error}") from error
-
-
-def fetch_adapter(source: Source, access: Access) -> Source:
-    """The same with its files here."""
-    return replace(source, root=_fetched(source, access, [ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
+    if source.root is not None:
+        return source
+    names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+    return replace(source, download=lambda: _download(source, revision, access, names))
 
 
 def base_config(location: str, *, revision: str | None, access: Access) -> dict[str, Any]:
     """config.json of a folder or hub id, the only file of it that is read."""
-    root = _fetched(locate(location, revision=revision, access=access), access, [CONFIG])
+    source = locate(location, revision=revision, access=access)
+    root = source.root or _download(source, revision, access, [CONFIG])
     if not (root / CONFIG).exists():
         raise RequestError(f"{location} has no {CONFIG}; is it a model repository?")
     return parse_json(read_small(root, CONFIG), str(root / CONFIG))
 
 
-def _fetched(source: Source, access: Access, names: list[str]) -> Path:
-    """The folder that has those of the named files that there are."""
-    if source.root is not None:
-        return source.root
-    match parse_location(source.name, None):
-        case HubModel(repo) as model:
+def _download(source: Source, revision: str | None, access: Access, names: list[str]) -> Path:
+    """The folder of the hub's cache that has those of the named files that there are."""
+    match parse_location(source.name, revision):
+        case HubModel() as model:
             cache = hub.Cache(access.folder, access.token, access.seconds)
             # By its name too, so that the cache notes which commit the branch is at, for runs that may not ask.
             hub.download_files(model, cache, names[:1])
-            return hub.download_files(HubModel(repo, source.revision), cache, names)
+            return hub.download_files(replace(model, revision=source.revision), cache, names)
     raise RequestError(f"{source.name}: an adapter, or its base's config.json, is read from a folder or the hub")
 
 
