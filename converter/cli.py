@@ -108,6 +108,9 @@ def verify(argv: list[str]) -> int:
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     for name in ("cache_dir", "spool_dir", "retry_seconds", "report", "termination_message", "log_format"):
         parser.add_argument(f"--{name}", help=OPTIONS[name].help)
+    parser.add_argument(
+        "--hf_lora_adapter_path", help="LoRA adapter that was merged, or converted alone: source is then its base"
+    )
     parser.add_argument("--model_name", help="needed where neither the checkpoint nor config.json tell")
     parser.add_argument("--threads", type=int, help="default: one per CPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -128,6 +131,7 @@ def verify(argv: list[str]) -> int:
             revision=options.revision,
             access=make_access(values),
             spool=make_spool(options.spool_dir),
+            adapter=options.hf_lora_adapter_path,
             model_name=options.model_name,
             threads=options.threads,
             report=places.parse("report", options.report) if options.report else None,

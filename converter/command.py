@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from pathlib import Path
 
 from converter.mapping import Geometry
-from converter.maxtext.layout import ITEM
+from converter.maxtext.layout import ITEM, STEP
 from converter.request import Request
 from converter.rules import Config, Family
 
 
 def load_command(request: Request, geometry: Geometry) -> str:
     """A training command that starts from the checkpoint; geometry that MaxText would not know is spelled out."""
+    step = {"load_parameters_path": str(Path(request.step) / ITEM)}
+    return _command("pre_train.train maxtext/configs/base.yml", request, geometry, step)
+
+
+def restore_command(request: Request, geometry: Geometry, rank: int, alpha: float, module_path: str) -> str:
+    """A training command that goes on with an adapter that was converted alone."""
+    step = {
+        "load_parameters_path": f"<a checkpoint of {request.model_name}>/{STEP}/{ITEM}",
+        "lora.enable_lora": "true",
+        "lora.lora_rank": str(rank),
+        "lora.lora_alpha": f"{alpha!r}",
+        "lora.lora_module_path": module_path,
+        "lora.lora_restore_path": str(Path(request.step) / ITEM),
+    }
+    return _command("post_train.sft.train_sft maxtext/configs/post_train/sft.yml", request, geometry, step)
+
+
+def _command(trainer: str, request: Request, geometry: Geometry, step: Mapping[str, str]) -> str:
     family, name = request.family, request.model_name
     words = {
         "model_name": name,
-        "load_parameters_path": str(request.step / ITEM),
+        **step,
         "base_output_directory": str(request.output) + "-training",
         "run_name": f"{request.run_name}-training",
         "scan_layers": str(request.scan).lower(),
@@ -42,8 +62,9 @@ def load_command(request: Request, geometry: Geometry) -> str:
             words["model_name"] = min(known, key=lambda candidate: len(known[candidate]))
         if differing := known[words["model_name"]]:
             words |= {"override_model_config": "true", **differing}
-    parts = ["python3", "-m", "maxtext.trainers.pre_train.train", "maxtext/configs/base.yml"]
-    return shlex.join([*parts, *(f"{word}={value}" for word, value in words.items())])
+    return shlex.join(
+        ["python3", "-m", *f"maxtext.trainers.{trainer}".split(), *(f"{word}={value}" for word, value in words.items())]
+    )
 
 
 def _stock_words(family: Family, name: str) -> dict[str, str]:

@@ -9,22 +9,33 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from converter import fetching, memory, output, places, report
-from converter.command import load_command
+from converter import fetching, memory, merging, output, places, report
+from converter.adapters import (
+    Uniform,
+    adapter_parameters,
+    adapter_reader,
+    check_base,
+    module_path,
+    place,
+    uniform,
+)
+from converter.command import load_command, restore_command
 from converter.errors import ConverterError, RequestError, WorldError
-from converter.fetching import Reads, plan_reads, reading_ahead
+from converter.fetching import Reads, check_streamable, plan_reads, reading_ahead
 from converter.geometry import check_tensors, make_geometry
+from converter.hf.adapter import Adapter, base_config, locate_adapter, open_adapter
 from converter.hf.quantised import Weights, open_weights
-from converter.hf.repository import NUMPY_DTYPES, Repository, locate, open_repository
-from converter.mapping import Geometry, parameters
+from converter.hf.repository import NUMPY_DTYPES, Repository, Source, locate, open_repository
+from converter.mapping import Parameter, parameters
 from converter.maxtext import devices
 from converter.maxtext.checkpoint import is_complete
-from converter.maxtext.layout import ITEM
+from converter.maxtext.layout import ITEM, PARAMS, ROOT
 from converter.maxtext.orbax import OpenArray, Storage, Write, save
 from converter.plan import Plan, make_plan
 from converter.progress import Meter, Phases
-from converter.reading import box_reader
+from converter.reading import ReadBox, box_reader
 from converter.request import Request
 from converter.schedule import MAPPED, Schedule, make_schedule
 from converter.show import show_plan
@@ -58,13 +69,73 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Planned:
-    """Everything known before the first byte is written."""
+    """Everything known before the first byte is written.
+
+    Attributes:
+      weights: what is read: the model, or the adapter that is converted alone.
+      reads: over the network.
+      read: gives its content, an adapter merged into it.
+      in_memory: tensors of which what is read is made in memory, decoded or merged.
+      adapter: that is merged.
+      metadata: of the step.
+      command: loads the result in MaxText.
+    """
 
     weights: Weights
-    geometry: Geometry
     plan: Plan
     schedule: Schedule
     reads: Reads | None
+    read: ReadBox
+    in_memory: frozenset[str]
+    adapter: Adapter | None
+    metadata: Mapping[str, Any]
+    command: str
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """What a request names, found.
+
+    Attributes:
+      model: None where an adapter is converted alone.
+      adapter: None where there is none.
+      config: the base's config.json, of an adapter alone.
+    """
+
+    model: Source | None
+    adapter: Source | None
+    config: Mapping[str, Any] | None
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What their content is known by."""
+        if self.adapter is None:
+            assert self.model is not None, "something is converted"
+            return self.model.identity
+        base = self.config if self.model is None else self.model.identity
+        return {"base": base, "adapter": self.adapter.identity}
+
+    def fetch(self, *, dry_run: bool) -> _Sources:
+        """The same with their files here; of a model only headers are needed for a plan."""
+        model = self.model and (self.model.streamed() if dry_run else self.model.fetch())
+        return _Sources(model, self.adapter and self.adapter.fetch(), self.config)
+
+
+def _locate(request: Request) -> _Sources:
+    adapter = request.adapter
+    if adapter is None:
+        assert request.source is not None, "a model has a repository"
+        return _Sources(locate(request.source, revision=request.revision, access=request.access), None, None)
+    found = locate_adapter(adapter.source, revision=adapter.revision, access=request.access)
+    if adapter.merge:
+        assert request.source is not None, "a model has a repository"
+        return _Sources(locate(request.source, revision=request.revision, access=request.access), found, None)
+    if request.source is None:
+        config = {"architectures": list(request.family.architectures[:1]), **request.model.config}
+    else:
+        # Whether the base is stored quantised does not matter to what is added to it.
+        config = base_config(request.source, revision=None, access=request.access) | {"quantization_config": None}
+    return _Sources(None, found, config)
 
 
 def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcome:
@@ -74,8 +145,8 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
       ConverterError: with the line for the user and the exit code.
     """
     with phases.phase("plan"):
-        source = locate(request.source, revision=request.revision, access=request.access)
-        fingerprint = request.fingerprint(source.identity)
+        sources = _locate(request)
+        fingerprint = request.fingerprint(sources.identity)
         if not request.dry_run:
             if output.interrupted(request.output):
                 with output.opened(request.output):
@@ -87,25 +158,26 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
             if request.report is not None:
                 places.check_writable(request.report.parent)
     with phases.phase("download"):
-        # Headers are enough for a plan.
-        source = source.streamed() if request.dry_run else source.fetch()
+        sources = sources.fetch(dry_run=request.dry_run)
     with phases.phase("plan"):
-        planned = make_planned(request, open_repository(source))
+        adapter = open_adapter(sources.adapter) if sources.adapter else None
+        if adapter is not None and sources.config is not None:
+            planned = _plan_adapter(request, adapter, sources.config)
+        else:
+            assert sources.model is not None, "a model is converted"
+            planned = _plan_model(request, open_repository(sources.model), adapter)
     if request.dry_run:
         show_plan(planned.plan, planned.schedule, expected_stored(planned.plan), planned.reads)
         return Outcome("planned", planned.plan.nbytes, None)
-    if planned.weights.encodings and planned.weights.repository.remote is not None:
-        raise RequestError(
-            f"{request.source} is quantised, which cannot be read by ranges; give --cache_dir=FOLDER to download it"
-        )
+    check_streamable(planned.weights)
     places.check_space(request.output, expected_stored(planned.plan))
     with output.opened(request.output) as hold:
         _write(request, planned, fingerprint, monitor, phases, hold)
-    return Outcome("converted", planned.plan.nbytes, load_command(request, planned.geometry))
+    return Outcome("converted", planned.plan.nbytes, planned.command)
 
 
-def make_planned(request: Request, repository: Repository) -> _Planned:
-    """The plan of a request for an opened repository."""
+def _plan_model(request: Request, repository: Repository, adapter: Adapter | None) -> _Planned:
+    """The plan for an opened repository, with an adapter to merge or none."""
     geometry = make_geometry(request, repository.config)
     save_dtype = SAVE_DTYPES[request.save_dtype]
     weights = open_weights(repository, save_dtype)
@@ -118,8 +190,71 @@ def make_planned(request: Request, repository: Repository) -> _Planned:
         scan_axis=request.scan_axis,
     )
     check_tensors(request.family, geometry, weights, content=not request.dry_run or repository.remote is None)
+    read, in_memory = box_reader(weights), set(weights.encodings)
+    if adapter is not None:
+        check_base(request.family, request.model_name, adapter)
+        placed = place(request.family, geometry, adapter, weights.tensors)
+        read = merging.merging_reader(read, adapter, placed)
+        in_memory.update(placed)
+    plan, schedule = _scheduled(request, made, weights, ROOT)
+    return _Planned(
+        weights,
+        plan,
+        schedule,
+        plan_reads(weights, schedule, request.spool),
+        read,
+        frozenset(in_memory),
+        adapter,
+        {"scan_layers": request.scan},
+        load_command(request, geometry),
+    )
+
+
+def _plan_adapter(request: Request, adapter: Adapter, config: Mapping[str, Any]) -> _Planned:
+    """The plan for an adapter alone, of a base with this config.json."""
+    assert request.adapter is not None, "an adapter is converted"
+    check_base(request.family, request.model_name, adapter)
+    geometry = make_geometry(request, config)
+    settings = uniform(adapter)
+    made = adapter_parameters(
+        request.family,
+        geometry,
+        adapter,
+        rank=settings.rank,
+        save_dtype=SAVE_DTYPES[request.save_dtype],
+        scan=request.scan,
+        scan_axis=request.scan_axis,
+    )
+    root = ROOT
+    if request.adapter.layout == "maxtext":
+        root = ""
+        made = [replace(parameter, path=parameter.path.removeprefix(PARAMS)) for parameter in made]
+    weights = open_weights(adapter.repository, SAVE_DTYPES[request.save_dtype])
+    plan, schedule = _scheduled(request, made, weights, root)
+    return _Planned(
+        weights,
+        plan,
+        schedule,
+        None,
+        adapter_reader(box_reader(weights), settings.factors),
+        frozenset(),
+        None,
+        {"scan_layers": request.scan, "lora": _lora_metadata(settings, made)},
+        restore_command(request, geometry, settings.rank, settings.alpha, module_path(made)),
+    )
+
+
+def _lora_metadata(settings: Uniform, made: list[Parameter]) -> dict[str, Any]:
+    """What MaxText's restore_lora_from_path looks for in a step's custom metadata, by the names of its words."""
+    return {"lora_rank": settings.rank, "lora_alpha": settings.alpha, "lora_module_path": module_path(made)}
+
+
+def _scheduled(request: Request, made: list[Parameter], weights: Weights, root: str) -> tuple[Plan, Schedule]:
+    repository = weights.repository
     storage = Storage(request.ocdbt, request.zarr3, request.compression, request.chunk_bytes)
-    plan = make_plan(made, repository.positions(), devices=request.devices, scan=request.scan, storage=storage)
+    plan = make_plan(
+        made, repository.positions(), devices=request.devices, scan=request.scan, storage=storage, root=root
+    )
     reading, cached = MAPPED, memory.limit()
     if repository.remote is not None:
         reading = fetching.reading(request.threads)
@@ -130,8 +265,7 @@ def make_planned(request: Request, repository: Repository) -> _Planned:
     if budget is not None and budget < plan.largest_chunk:
         log.warning("memory_budget=%d is below the largest chunk: raised to its %d bytes", budget, plan.largest_chunk)
         budget = plan.largest_chunk
-    schedule = make_schedule(plan, budget, request.threads, cached, reading)
-    return _Planned(weights, geometry, plan, schedule, plan_reads(weights, schedule, request.spool))
+    return plan, make_schedule(plan, budget, request.threads, cached, reading)
 
 
 def expected_stored(plan: Plan) -> int:
@@ -173,6 +307,7 @@ def _write(
 ) -> None:
     plan, weights, repository = planned.plan, planned.weights, planned.weights.repository
     remote = repository.remote
+    adapter = planned.adapter.repository if planned.adapter else None
     devices.start(request.devices)
     if planned.schedule.returns_memory or remote is not None:
         memory.return_large_blocks()
@@ -183,8 +318,8 @@ def _write(
     with Meter("converting", plan.nbytes, monitor) as meter:
         writer = Writer(
             planned.schedule,
-            box_reader(weights),
-            weights.encodings,
+            planned.read,
+            planned.in_memory,
             weights.prefetch if not remote and planned.schedule.rereads(memory.limit()) else None,
             digests.add if request.report is not None else None,
             meter.add,
@@ -197,9 +332,9 @@ def _write(
             if remote is not None:
                 with phases.phase("check"):
                     remote.check()
-            return {output.RECORD: report.record(request, repository, fingerprint)}
+            return {output.RECORD: report.record(request, repository, fingerprint, adapter)}
 
-        _save(request, target, plan, write, stop, hold)
+        _save(request, target, planned, write, stop, hold)
     with phases.phase("finish"):
         output.publish(request.output, target)
     if request.report is not None:
@@ -207,6 +342,7 @@ def _write(
             request,
             repository,
             plan,
+            adapter=adapter,
             fingerprint=fingerprint,
             digests=digests,
             stored_bytes=meter.stored,
@@ -216,7 +352,9 @@ def _write(
         report.write(request.report, content, f"{request.step} is complete")
 
 
-def _save(request: Request, target: Path, plan: Plan, write: Write, stop: threading.Event, hold: output.Hold) -> None:
+def _save(
+    request: Request, target: Path, planned: _Planned, write: Write, stop: threading.Event, hold: output.Hold
+) -> None:
     """Let Orbax save; nothing is written any more when this ends early, unless what was begun is abandoned."""
     others = set(threading.enumerate())
     # In a thread of its own, so that SIGTERM, which is raised in the main thread, never interrupts Orbax half-way.
@@ -224,9 +362,9 @@ def _save(request: Request, target: Path, plan: Plan, write: Write, stop: thread
     saving = pool.submit(
         save,
         target,
-        [array.leaf for array in plan.arrays],
-        plan.storage,
-        custom_metadata={"scan_layers": request.scan},
+        [array.leaf for array in planned.plan.arrays],
+        planned.plan.storage,
+        custom_metadata=planned.metadata,
         threads=request.threads,
         ts_context=places.context(target),
         write=write,

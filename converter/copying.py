@@ -30,6 +30,8 @@ _ARITHMETIC = 1 << 18
 def copy_box(target: np.ndarray, source: np.ndarray, steps: Sequence[Step]) -> None:
     """`target[...] = steps(source)`, computed in float32 and rounded once where dtypes differ or there are steps.
 
+    A source or a step in float64 makes it float64.
+
     Args:
       target, source: of the same shape, any strides.
     """
@@ -40,11 +42,12 @@ def copy_box(target: np.ndarray, source: np.ndarray, steps: Sequence[Step]) -> N
         unsigned = np.dtype(f"u{target.dtype.itemsize}")
         _copy(target.view(unsigned), source.view(unsigned))
         return
+    dtype = np.result_type(np.float32, source.dtype, *(step.operand.dtype for step in steps))
     for tile in boxes(target.shape, _ARITHMETIC):
         raw = np.empty(source[tile].shape, source.dtype)
         unsigned = np.dtype(f"u{raw.dtype.itemsize}")
         _copy(raw.view(unsigned), source[tile].view(unsigned))
-        values = raw.astype(np.float32)
+        values = raw.astype(dtype)
         for step in steps:
             step.apply(values)
         target[tile] = values.astype(target.dtype, copy=False)

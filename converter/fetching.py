@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from converter.errors import WorldError
+from converter.errors import RequestError, WorldError
 from converter.hf.ahead import Segment
 from converter.hf.quantised import Weights
 from converter.hf.repository import NUMPY_DTYPES, Repository
@@ -141,6 +141,19 @@ def spool_bytes(schedule: Schedule, tensors: Mapping[str, StoredTensor]) -> int:
         held += changes[number]
         most = max(most, held)
     return most
+
+
+def check_streamable(weights: Weights) -> None:
+    """Refuse to read quantised tensors over the network: what decoding needs of codes and scales is not announced.
+
+    Raises:
+      RequestError: the source is remote and quantised.
+    """
+    if weights.encodings and weights.repository.remote is not None:
+        raise RequestError(
+            f"{weights.repository.name} is quantised, which cannot be read by ranges; "
+            "give --cache_dir=FOLDER to download it"
+        )
 
 
 def plan_reads(weights: Weights, schedule: Schedule, spool: Path | None) -> Reads | None:

@@ -64,14 +64,14 @@ class View:
         seen = sorted(self.order)
         if not seen:
             return 0
-        return self._axis(next((axis for axis in seen if self.split[axis] > 1), seen[0]))
+        return self.axis(next((axis for axis in seen if self.split[axis] > 1), seen[0]))
 
     @cached_property
     def stored_axes(self) -> tuple[int, ...]:
         """The axes of the view that are not new ones, as they lie in the file, the outermost first."""
-        return tuple(self._axis(stored) for stored in sorted(self.order))
+        return tuple(self.axis(stored) for stored in sorted(self.order))
 
-    def _axis(self, stored: int) -> int:
+    def axis(self, stored: int) -> int:
         """The axis of the view that an axis of the split tensor becomes."""
         axis = self.order.index(stored)
         for stacked in self.stacked:
@@ -87,7 +87,7 @@ class View:
         """
         if not self.split or 0 not in self.order:
             return slice(self.offset, self.offset + math.prod(self.split)), self, box
-        axis = self._axis(0)
+        axis = self.axis(0)
         rows, inner = box[axis], math.prod(self.split[1:])
         view = replace(self, split=(rows.stop - rows.start, *self.split[1:]), offset=0)
         within = (*box[:axis], slice(0, rows.stop - rows.start), *box[axis + 1 :])
@@ -191,13 +191,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """One arithmetic operation on float32 values, applied after the layout."""
+    """One arithmetic operation on float32 values, or float64 ones if that is the operand's dtype, after the layout."""
 
     operation: Literal["multiply", "add"]
-    operand: np.float32
+    operand: np.float32 | np.float64
 
     def apply(self, values: np.ndarray) -> None:
-        """In place; `values` is float32."""
+        """In place; `values` is of the operand's dtype or wider."""
         {"multiply": np.multiply, "add": np.add}[self.operation](values, self.operand, out=values)
 
 
@@ -291,8 +291,8 @@ def _steps(rule: Rule, config: Mapping[str, Any]) -> tuple[Step, ...]:
     steps = []
     for op in rule.ops:
         match op:
-            case Scale(factor):
-                steps.append(Step("multiply", np.float32(factor(config))))
+            case Scale(factor, double):
+                steps.append(Step("multiply", (np.float64 if double else np.float32)(factor(config))))
             case AddOne():
                 steps.append(Step("add", np.float32(1)))
             case HalvesToPairs():

@@ -124,9 +124,9 @@ class Plan:
         return max((array.chunk_nbytes for array in self.arrays), default=0)
 
 
-def array_plan(parameter: Parameter, devices: int, storage: Storage) -> ArrayPlan:
+def array_plan(parameter: Parameter, devices: int, storage: Storage, root: str = ROOT) -> ArrayPlan:
     """How one parameter is stored."""
-    leaf = Leaf(ROOT + parameter.path, parameter.shape, parameter.dtype, devices)
+    leaf = Leaf(root + parameter.path, parameter.shape, parameter.dtype, devices)
     metadata = write_metadata(leaf, storage)
     return ArrayPlan(
         parameter,
@@ -144,12 +144,14 @@ def make_plan(
     devices: int,
     scan: bool,
     storage: Storage,
+    root: str = ROOT,
 ) -> Plan:
     """Plan the parameters over `devices` simulated devices.
 
     Args:
       positions: rank of every tensor in the order of the files, so that reading goes forward through them.
+      root: how the names of all arrays begin.
     """
-    arrays = [array_plan(parameter, devices, storage) for parameter in parameters]
+    arrays = [array_plan(parameter, devices, storage, root) for parameter in parameters]
     arrays.sort(key=lambda array: min((positions[piece.tensor] for piece in array.parameter.pieces), default=0))
     return Plan(tuple(arrays), devices, scan, storage)

@@ -78,14 +78,22 @@ def versions() -> dict[str, str]:
     return {"converter": converter.__version__, **{name: metadata.version(name) for name in libraries}}
 
 
-def record(request: Request, repository: Repository, fingerprint: str) -> bytes:
-    """The file that a checkpoint carries about its own making."""
+def _sources(repository: Repository, adapter: Repository | None) -> dict[str, Any]:
+    return {"source": source_entry(repository), **({"adapter": source_entry(adapter)} if adapter else {})}
+
+
+def record(request: Request, repository: Repository, fingerprint: str, adapter: Repository | None = None) -> bytes:
+    """The file that a checkpoint carries about its own making.
+
+    Args:
+      adapter: that is merged.
+    """
     return _json(
         {
             "version": VERSION,
             "fingerprint": fingerprint,
             "request": request_entry(request),
-            "source": source_entry(repository),
+            **_sources(repository, adapter),
             "versions": versions(),
         }
     )
@@ -96,6 +104,7 @@ def report(
     repository: Repository,
     plan: Plan,
     *,
+    adapter: Repository | None = None,
     fingerprint: str,
     digests: Digests,
     stored_bytes: int,
@@ -108,7 +117,7 @@ def report(
             "version": VERSION,
             "fingerprint": fingerprint,
             "request": request_entry(request),
-            "source": source_entry(repository),
+            **_sources(repository, adapter),
             "versions": versions(),
             "bytes": {"arrays": plan.nbytes, "stored": stored_bytes},
             "seconds": _seconds_entry(seconds),

@@ -31,12 +31,31 @@ _MIN_CHUNK_BYTES = 8
 
 
 @dataclass(frozen=True)
+class AdapterRequest:
+    """A LoRA adapter to convert.
+
+    Attributes:
+      source: local folder or hub id.
+      revision: hub revision, None for the default branch or a folder.
+      merge: add it to the model; else convert it alone.
+      layout: of one alone: "maxtext", the arrays at the root of the tree, where MaxText's restore_lora_from_path
+        looks for them; or "converter", where MaxText's converter puts them, below `params.params`.
+    """
+
+    source: str
+    revision: str | None
+    merge: bool
+    layout: str
+
+
+@dataclass(frozen=True)
 class Request:
     """One conversion.
 
     Attributes:
       model_name: the name it was asked for by.
-      source: local folder or hub id.
+      source: local folder or hub id; of an adapter alone, where its base's config.json is, None for the geometry
+        that is published under the model's name.
       revision: hub revision, None for the default branch or a folder.
       access: how remote sources are reached, the hub's token included.
       spool: folder for what is read more than once of a remote source, None for none.
@@ -53,10 +72,11 @@ class Request:
       threads: that fill, compress and write.
       if_exists: refuse, skip or overwrite.
       notes: what of the command line had no effect, a line each.
+      adapter: the adapter that is converted alone or merged, if any.
     """
 
     model_name: str
-    source: str
+    source: str | None
     revision: str | None
     access: Access
     spool: Path | None
@@ -80,6 +100,7 @@ class Request:
     dry_run: bool
     report: Path | None
     notes: tuple[str, ...] = ()
+    adapter: AdapterRequest | None = None
 
     @property
     def family(self) -> Family:
@@ -96,7 +117,10 @@ class Request:
 
     def content(self) -> dict[str, Any]:
         """What decides the bytes that are written, apart from the source."""
+        adapter = self.adapter
+        adapted = {"adapter": "merged" if adapter.merge else adapter.layout} if adapter else {}
         return {
+            **adapted,
             "format": FORMAT,
             "family": self.family.name,
             "scan_layers": self.scan,
@@ -169,12 +193,18 @@ def make_request(words: Words) -> Request:
     if "\\" in (values["base_output_directory"] or ""):
         # TensorStore takes it for a separator of directories.
         raise RequestError(f"base_output_directory={values['base_output_directory']}: no backslashes, please")
+    adapter = _adapter(words)
     run_name = values["run_name"] or os.environ.get("JOBSET_NAME") or _default_run_name(name)
     output = places.parse("base_output_directory", values["base_output_directory"] or f"tmp/{run_name}")
+    source = values["hf_model_path"] or family.models[name].hub
+    if adapter and not adapter.merge:
+        # Where MaxText's converter puts it.
+        output = output / name / Path(os.path.normpath(adapter.source)).name
+        source = values["hf_model_path"] or None
     return Request(
         model_name=name,
-        source=values["hf_model_path"] or family.models[name].hub,
-        revision=values["revision"],
+        source=source,
+        revision=None if adapter and not adapter.merge else values["revision"],
         access=make_access(values),
         spool=make_spool(values["spool_dir"]),
         output=output,
@@ -197,7 +227,32 @@ def make_request(words: Words) -> Request:
         dry_run=values["dry_run"],
         report=places.parse("report", values["report"]) if values["report"] else None,
         notes=tuple(notes),
+        adapter=adapter,
     )
+
+
+def _adapter(words: Words) -> AdapterRequest | None:
+    """The adapter, by MaxText's words: alone, or merged where load_parameters_path is given too."""
+    values = words.values
+    source = _given(values["hf_lora_adapter_path"])
+    merge = _given(values["load_parameters_path"])
+    if source is None:
+        if merge:
+            raise RequestError(
+                f"load_parameters_path={merge} means that an adapter is merged: give hf_lora_adapter_path, or drop it"
+            )
+        for key in words.given & {"adapter_layout", "adapter_revision"}:
+            raise RequestError(f"{key} is for an adapter: give hf_lora_adapter_path, or drop it")
+        return None
+    if merge and "adapter_layout" in words.given:
+        raise RequestError("adapter_layout is for an adapter alone: drop it or load_parameters_path")
+    revision = values["adapter_revision"] or (None if merge else values["revision"])
+    return AdapterRequest(source, revision, bool(merge), values["adapter_layout"])
+
+
+def _given(text: str | None) -> str | None:
+    """A word's text, None for those that stand for nothing."""
+    return None if text in (None, *_NOTHING) else text
 
 
 def _default_run_name(model_name: str) -> str:
@@ -258,9 +313,10 @@ def _check_environment(values: Mapping[str, Any]) -> None:
 _MUST_BE_FALSE = ("fused_qkv", "fused_mlp", "share_kv_projections")
 """MaxText's words that, when true, would give the model other parameters than its converter writes."""
 
+_NOTHING = ("", "''", '""', "null", "None")
+"""How a word says that it is not given."""
+
 _MUST_BE_EMPTY = {
-    "load_parameters_path": "adapters cannot be merged yet",
-    "hf_lora_adapter_path": "adapters cannot be converted yet",
     "quantization": "only unquantised parameters are written",
 }
 
@@ -271,7 +327,7 @@ def _check_others(words: Words, family: Family) -> list[str]:
     for key, text in words.others.items():
         if key in family.words:
             continue
-        if key in _MUST_BE_EMPTY and text not in ("", "''", '""', "null", "None"):
+        if key in _MUST_BE_EMPTY and text not in _NOTHING:
             raise RequestError(f"{key}={text}: {_MUST_BE_EMPTY[key]}")
         hears = bool(words.values["use_multimodal"] and family.tower and family.tower.audio)
         if key == "use_audio" and _boolean(key, text) != hears:

@@ -30,9 +30,10 @@ class HalvesToPairs:
 
 @dataclass(frozen=True)
 class Scale:
-    """Multiply by a number that depends on the geometry, in float32."""
+    """Multiply by a number that depends on the geometry, in float32 or else, if `double`, in float64."""
 
     factor: Callable[[Config], float]
+    double: bool = False
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def run_verification(argv: Sequence[str], parse: Callable[[], tuple[Check, str |
                 log.warning("%s", error)
         if count:
             raise CheckError(
-                f"{count} of {findings.arrays} arrays of {findings.checkpoint.items} differ from {check.source}"
+                f"{count} of {findings.arrays} arrays of {findings.checkpoint.items} differ from {check.sources}"
             )
     return 0
 
@@ -123,7 +123,7 @@ def _show(findings: Findings, check: Check) -> None:
     elif findings.differences:
         print(table(("array", "difference"), [(found.name, found.what) for found in findings.differences]))
     else:
-        print(f"{findings.arrays} arrays, {findings.nbytes:,} bytes: all equal to {check.source}")
+        print(f"{findings.arrays} arrays, {findings.nbytes:,} bytes: all equal to {check.sources}")
 
 
 def _message_path(argv: Sequence[str]) -> Path | None:

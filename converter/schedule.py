@@ -8,8 +8,9 @@ array's sources are walked once per group, from memory where the page cache hold
 from __future__ import annotations
 
 import bisect
+import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -122,11 +123,11 @@ class Schedule:
     @property
     def peak_memory(self) -> int:
         """Predicted peak of anonymous memory, bytes."""
-        at_once = [self.groups[i : i + self.at_once] for i in range(max(1, len(self.groups) - self.at_once + 1))]
-        size = max(sum(chunk.nbytes for group in groups for chunk in group) for groups in at_once)
-        count = max(sum(len(group) for group in groups) for groups in at_once)
+        large = self.plan.largest_chunk >= LARGE_CHUNK_BYTES
+        together = (self.groups[i : i + self.at_once] for i in range(max(1, len(self.groups) - self.at_once + 1)))
+        sizes = ([chunk.nbytes for group in groups for chunk in group] for groups in together)
         process = _process(self.plan.devices, self.reading.memory)
-        return process + _peak(size, count, self.plan.largest_chunk, self.threads)
+        return process + max((_peak(each, self.threads, large=large) for each in sizes if each), default=0)
 
     def rereads(self, memory_limit: int) -> bool:
         """Whether the page cache is too small for the sources that a pass over them leaves for the next pass.
@@ -158,15 +159,15 @@ def _batch(budget: int) -> int:
     return max(_MIN_BATCH, budget // 4)
 
 
-def _peak(size: int, count: int, chunk: int, threads: int) -> int:
-    """Bytes for the groups in memory: chunks, the compressed form of those at work, and what is being committed."""
-    stored = _STORED_FRACTION * chunk
+def _peak(chunks: Sequence[int], threads: int, *, large: bool) -> int:
+    """Bytes for chunks of these sizes in memory: they, the compressed form of those at work, and what is committed."""
+    size, most = sum(chunks), heapq.nlargest(threads, chunks)
     # Of large chunks one batch at a time is in memory, which ends with the chunk that made it too large.
-    if chunk >= LARGE_CHUNK_BYTES:
-        committing = _batch(size) + stored
+    if large:
+        committing = _STORED_FRACTION * most[0] + (_batch(size) if len(chunks) > 1 else 0)
     else:
         committing = (_RETURNED_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size)
-    return int(size + min(count, threads) * stored + committing)
+    return int(size + _STORED_FRACTION * sum(most) + committing)
 
 
 def make_schedule(
@@ -197,5 +198,6 @@ def _promised_budget(plan: Plan, threads: int, memory_limit: int, reading: Readi
     promised = (PROMISED_BYTES + PROMISED_CHUNKS * chunk) * _MARGIN
     room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices, reading.memory)
     counts = range(1, max(2, int(room // chunk) + 1))
-    count = max(1, bisect.bisect_right(counts, room, key=lambda count: _peak(count * chunk, count, chunk, threads)))
+    large = chunk >= LARGE_CHUNK_BYTES
+    count = max(1, bisect.bisect_right(counts, room, key=lambda count: _peak([chunk] * count, threads, large=large)))
     return count * chunk

@@ -7,27 +7,31 @@ irreversible, the source's values go through it again and the results are compar
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from converter import memory, output, places
+from converter.adapters import adapter_parameters, adapter_reader, place, uniform
 from converter.copying import boxes, copy_box
 from converter.errors import RequestError, Terminated
-from converter.fetching import tensors_held
+from converter.fetching import check_streamable, tensors_held
 from converter.geometry import check_architecture
+from converter.hf.adapter import Adapter, base_config, locate_adapter, open_adapter
 from converter.hf.quantised import Weights, open_weights
 from converter.hf.repository import Access, Repository, locate, open_repository
 from converter.layers import blocks
 from converter.mapping import Box, Geometry, Parameter, parameters
 from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, stored_arrays
 from converter.maxtext.layout import PARAMS, ROOT
+from converter.merging import merging_reader
 from converter.models import FAMILIES, MODELS
 from converter.progress import Meter, Phases
 from converter.reading import ReadBox, box_reader
@@ -60,6 +64,7 @@ class Check:
       model_name: None where checkpoint or config.json tell.
       threads: None for one per CPU.
       report: where the report goes, None for nowhere.
+      adapter: that is merged, or that the checkpoint holds alone; `source` is its base.
       as_json: whether the findings are printed as JSON.
     """
 
@@ -72,6 +77,12 @@ class Check:
     threads: int | None
     report: Path | None
     as_json: bool
+    adapter: str | None = None
+
+    @property
+    def sources(self) -> str:
+        """What it is held against, for people."""
+        return f"{self.source} with {self.adapter}" if self.adapter else self.source
 
 
 @dataclass(frozen=True)
@@ -105,43 +116,112 @@ def verify(check: Check, monitor: memory.Monitor, phases: Phases) -> Findings:
         checkpoint = find_checkpoint(check.path)
         if check.report is not None:
             places.check_writable(check.report.parent)
-        source = locate(check.source, revision=check.revision, access=check.access)
-    with phases.phase("download"):
-        source = source.fetch()
-    with phases.phase("plan"):
-        repository = open_repository(source)
         stored = {array.name: array for array in stored_arrays(checkpoint)}
-        name = check.model_name or _recorded_name(checkpoint)
-        family = _family(name, repository)
-        weights, expected = _parameters(family, name or family.name, checkpoint, stored, repository)
-        read = box_reader(weights)
+        expected = _expectation(checkpoint, stored, check, phases)
+        root, read, repository = expected.root, expected.read, expected.repository
         count = check.threads or len(os.sched_getaffinity(0))
-        differences = list(_structure(expected, stored))
+        differences = list(_structure(expected.parameters, stored, root))
     wrong = {difference.name for difference in differences}
-    comparable = [parameter for parameter in expected if ROOT + parameter.path not in wrong]
-    total = sum(stored[ROOT + parameter.path].nbytes for parameter in comparable)
+    comparable = [parameter for parameter in expected.parameters if root + parameter.path not in wrong]
+    total = sum(stored[root + parameter.path].nbytes for parameter in comparable)
     with phases.phase("compare"), Meter("verifying", total, monitor) as meter:
         for parameter in comparable:
             with tensors_held(repository, [piece.tensor for piece in parameter.pieces], check.spool, count):
-                differences += _content(checkpoint, stored[ROOT + parameter.path], parameter, read, count, meter)
+                differences += _content(checkpoint, stored[root + parameter.path], parameter, read, count, meter)
         if repository.remote is not None:
             repository.remote.check()
-    return Findings(checkpoint, repository, len(expected), total, tuple(differences))
+    return Findings(checkpoint, repository, len(expected.parameters), total, tuple(differences))
 
 
-def _recorded_name(checkpoint: Checkpoint) -> str | None:
-    record = output.read_record(checkpoint.items.parent) or {}
-    request = record.get("request")
-    name = request.get("model_name") if isinstance(request, dict) else None
-    return name if name in MODELS else None
+@dataclass(frozen=True)
+class _Expectation:
+    """What a checkpoint should hold.
+
+    Attributes:
+      repository: what is read.
+      root: how the names of its arrays begin.
+    """
+
+    repository: Repository
+    parameters: list[Parameter]
+    read: ReadBox
+    root: str
 
 
-def _family(name: str | None, repository: Repository) -> Family:
+def _expectation(
+    checkpoint: Checkpoint,
+    stored: Mapping[str, StoredArray],
+    check: Check,
+    phases: Phases,
+) -> _Expectation:
+    adapter, access = check.adapter, check.access
+    request = (output.read_record(checkpoint.items.parent) or {}).get("request")
+    record: dict[str, Any] = request if isinstance(request, dict) else {}
+    name = check.model_name or (record["model_name"] if record.get("model_name") in MODELS else None)
+    alone = any(array.endswith(".kernel_lora_a.value") for array in stored)
+    if adapter is None:
+        if alone or "adapter" in record:
+            raise RequestError(f"{checkpoint.items} was made with an adapter: give it as --hf_lora_adapter_path")
+    else:
+        opened = open_adapter(locate_adapter(adapter, revision=None, access=access).fetch())
+        if alone:
+            return _adapter_expectation(
+                stored, base_config(check.source, revision=check.revision, access=access), opened, name
+            )
+    located = locate(check.source, revision=check.revision, access=access)
+    with phases.phase("download"):
+        located = located.fetch()
+    repository = open_repository(located)
+    family = _family(name, repository.config)
+    weights, geometry, expected = _parameters(family, name or family.name, checkpoint, stored, repository)
+    check_streamable(weights)
+    read = box_reader(weights)
+    if adapter is not None:
+        read = merging_reader(read, opened, place(family, geometry, opened, weights.tensors))
+    return _Expectation(repository, expected, read, ROOT)
+
+
+def _adapter_expectation(
+    stored: Mapping[str, StoredArray], config: Mapping[str, Any], adapter: Adapter, name: str | None
+) -> _Expectation:
+    """What a checkpoint of an adapter alone should hold: scanned or not, whichever comes nearer to what it does."""
+    family = _family(name, config)
+    filled = check_architecture(family, name or family.name, {**config, "quantization_config": None}, multimodal=False)
+    geometry = Geometry(filled, int(filled["vocab_size"]), int(filled[family.stacks[0].layers]))
+    settings = uniform(adapter)
+    lora = [array for array in stored.values() if array.name.endswith(".value")]
+    nested = lora[0].name.startswith(ROOT + PARAMS)
+    made = []
+    for scan, axis in ((True, 1), (True, 0), (False, 1)):
+        with contextlib.suppress(RequestError):
+            made.append(
+                adapter_parameters(
+                    family,
+                    geometry,
+                    adapter,
+                    rank=settings.rank,
+                    save_dtype=np.dtype(lora[0].dtype),
+                    scan=scan,
+                    scan_axis=axis,
+                )
+            )
+    if not nested:
+        made = [
+            [replace(parameter, path=parameter.path.removeprefix(PARAMS)) for parameter in parameters]
+            for parameters in made
+        ]
+    root = ROOT if nested else ""
+    expected = min(made, key=lambda parameters: len(list(_structure(parameters, stored, root))))
+    read = adapter_reader(box_reader(open_weights(adapter.repository, np.dtype(lora[0].dtype))), settings.factors)
+    return _Expectation(adapter.repository, expected, read, root)
+
+
+def _family(name: str | None, config: Config) -> Family:
     if name is not None:
         if name not in MODELS:
             raise RequestError(f"unknown model_name {name!r}; `python -m converter models` lists the names")
         return MODELS[name]
-    model_type = repository.config.get("model_type")
+    model_type = config.get("model_type")
     fitting = [family for family in FAMILIES if model_type in family.model_types]
     if len(fitting) != 1:
         known = ", ".join(next(iter(family.models)) for family in fitting) or "none known here"
@@ -155,8 +235,8 @@ def _parameters(
     checkpoint: Checkpoint,
     stored: Mapping[str, StoredArray],
     repository: Repository,
-) -> tuple[Weights, list[Parameter]]:
-    """The source's tensors and what the checkpoint should hold, in the sizes and dtype that it has."""
+) -> tuple[Weights, Geometry, list[Parameter]]:
+    """The source's tensors, their sizes, and what the checkpoint should hold, in the dtype that it has."""
     embedding = stored.get(f"{ROOT}{PARAMS}token_embedder.embedding")
     if embedding is None:
         raise RequestError(f"{checkpoint.items} holds no MaxText parameters: no {ROOT}{PARAMS}token_embedder.embedding")
@@ -166,14 +246,16 @@ def _parameters(
     scan, axis, layers = _stacking(family, config, stored)
     dtype = np.dtype(embedding.dtype)
     weights = open_weights(repository, dtype)
-    return weights, parameters(
+    geometry = Geometry(config, embedding.shape[0], layers, multimodal)
+    made = parameters(
         family,
-        Geometry(config, embedding.shape[0], layers, multimodal),
+        geometry,
         weights.tensors,
         save_dtype=dtype,
         scan=scan,
         scan_axis=axis,
     )
+    return weights, geometry, made
 
 
 def _stacking(family: Family, config: Config, stored: Mapping[str, StoredArray]) -> tuple[bool, int, int]:
@@ -216,14 +298,14 @@ def _scales(family: Family, geometry: Geometry, *, scan: bool, axis: int) -> dic
     return found
 
 
-def _structure(expected: list[Parameter], stored: Mapping[str, StoredArray]) -> Iterator[Difference]:
-    names = {ROOT + parameter.path for parameter in expected}
+def _structure(expected: list[Parameter], stored: Mapping[str, StoredArray], root: str) -> Iterator[Difference]:
+    names = {root + parameter.path for parameter in expected}
     for name in sorted(set(stored) - names - {"step"}):
         yield Difference(name, "the source has nothing for it")
     for parameter in expected:
-        array = stored.get(ROOT + parameter.path)
+        array = stored.get(root + parameter.path)
         if array is None:
-            yield Difference(ROOT + parameter.path, "missing")
+            yield Difference(root + parameter.path, "missing")
         elif array.shape != parameter.shape:
             yield Difference(array.name, f"shape {shape_text(array.shape)}, not {shape_text(parameter.shape)}")
         elif np.dtype(array.dtype) != parameter.dtype:

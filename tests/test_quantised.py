@@ -499,7 +499,7 @@ BLOCKS = "model.layers.1.mlp.experts.down_proj"
             ),
             (f"{BLOCKS}_blocks", "[4, 64, 128]", "[4, 64, 64]"),
         ),
-        (lambda t: t.update({f"{BLOCKS}": np.ones((4, 64, 64), BFLOAT16)}), ("down_proj", "is missing")),
+        (lambda t: t.update({f"{BLOCKS}": np.ones((4, 64, 64), BFLOAT16)}), (BLOCKS, "twice")),
     ],
     ids=range(8),
 )  # fmt: skip

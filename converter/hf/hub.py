@@ -171,6 +171,33 @@ def download(model: HubModel, pinned: Pinned, cache: Cache) -> Path:
     return root
 
 
+def download_files(model: HubModel, cache: Cache, names: list[str]) -> Path:
+    """Bring those of the named small files that there are into the hub's cache; the folder they are in.
+
+    Args:
+      model: at a commit.
+
+    Raises:
+      WorldError: the network or the hub failed, or the disk is full.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    return Path(
+        _try(
+            model,
+            cache.seconds,
+            lambda: snapshot_download(
+                model.repo,
+                revision=model.revision,
+                token=cache.token,
+                allow_patterns=names,
+                cache_dir=cache.folder,
+                local_files_only=constants.HF_HUB_OFFLINE,
+            ),
+        )
+    )
+
+
 def _partial(root: Path, file: RemoteFile) -> Path | None:
     """Where the cache keeps what it has of a file that was cut off."""
     return root.parent.parent / "blobs" / f"{file.sha256}.incomplete" if file.sha256 else None

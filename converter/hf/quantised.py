@@ -220,7 +220,10 @@ def _encodings(scheme: Scheme, stored: Mapping[str, StoredTensor]) -> Iterator[E
 
 
 def _blocks(name: str, tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> Encoding:
-    scale = _scale(("U8", "F8_E8M0"), name, (name.removesuffix("_blocks") + "_scales",), stored)
+    plain = name.removesuffix("_blocks")
+    if plain in stored:
+        raise RequestError(f"tensor {plain[:200]} is there twice, quantised and not; take one out")
+    scale = _scale(("U8", "F8_E8M0"), name, (f"{plain}_scales",), stored)
     if tensor.dtype != "U8" or tensor.shape[-1:] != (FP4_BLOCK // 2,):
         raise RequestError(
             f"tensor {name[:200]} has dtype {tensor.dtype} and shape {list(tensor.shape)}; "

@@ -66,7 +66,7 @@ class Leaf:
     """An array of the tree whose data are written by a callback.
 
     Attributes:
-      name: its parts joined by ".", `params.params` included.
+      name: its parts joined by ".", what lies above the parameters included.
       shape, dtype: of the whole array.
       device_count: simulated devices it is sharded over.
     """
@@ -234,7 +234,7 @@ def save(
 
     Args:
       directory: the step's directory, which must not exist.
-      leaves: the parameters.
+      leaves: the parameters; below `params` they become a TrainState.
       custom_metadata: of the step.
       threads: TensorStore's, for what it copies and compresses itself.
       ts_context: TensorStore's context for the directory.
@@ -259,7 +259,11 @@ def save(
         for part in parents:
             node = node.setdefault(part, {})
         node[last] = leaf
-    tree = {"step": 0, "params": params["params"], "opt_state": {}}
+    # MaxText's TrainState, or parameters alone.
+    tree = {"step": 0, **params, "opt_state": {}} if "params" in params else params
+    if "params" not in params:
+        # There is no scalar to wait for.
+        scalars.begun.set_result([])
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=storage.chunk_bytes), tree)
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=storage.ocdbt,
