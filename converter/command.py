@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 
 from converter.mapping import Geometry
 from converter.maxtext.layout import ITEM, STEP
@@ -14,7 +13,7 @@ from converter.rules import Config, Family
 
 def load_command(request: Request, geometry: Geometry) -> str:
     """A training command that starts from the checkpoint; geometry that MaxText would not know is spelled out."""
-    step = {"load_parameters_path": str(Path(request.step) / ITEM)}
+    step = {"load_parameters_path": str(request.step / ITEM)}
     return _command("pre_train.train maxtext/configs/base.yml", request, geometry, step)
 
 
@@ -26,7 +25,7 @@ def restore_command(request: Request, geometry: Geometry, rank: int, alpha: floa
         "lora.lora_rank": str(rank),
         "lora.lora_alpha": f"{alpha!r}",
         "lora.lora_module_path": module_path,
-        "lora.lora_restore_path": str(Path(request.step) / ITEM),
+        "lora.lora_restore_path": str(request.step / ITEM),
     }
     return _command("post_train.sft.train_sft maxtext/configs/post_train/sft.yml", request, geometry, step)
 
