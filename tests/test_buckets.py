@@ -334,6 +334,7 @@ def test_transient_faults_are_tried_again(
     assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
 
 
+@pytest.mark.faults
 def test_trying_again_has_an_end(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "DEADLINE_SECONDS", 1.0)
     with Proxy(server.url, Faults(error=1, statuses=(503,))) as proxy:
@@ -346,6 +347,7 @@ def test_trying_again_has_an_end(bucket: Bucket, server: Server, monkeypatch: py
     assert len(re.findall("fails for now", run.stderr)) == 1
 
 
+@pytest.mark.faults
 def test_failure_in_the_middle_leaves_nothing(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data cannot be written, all else can."""
     faults = Faults(error=1, statuses=(503,), only=lambda method, address: method == "POST" and "%2Fd%2F" in address)
@@ -413,6 +415,7 @@ for load in (
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.faults
 def test_sigterm_cleans_up(bucket: Bucket, server: Server, tmp_path: Path) -> None:
     message = tmp_path / "message.json"
     with slowed(server) as proxy:
@@ -426,6 +429,7 @@ def test_sigterm_cleans_up(bucket: Bucket, server: Server, tmp_path: Path) -> No
     assert convert(bucket).code == 0
 
 
+@pytest.mark.faults
 def test_sigterm_while_the_bucket_is_gone(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends in time all the same; the next run cleans up."""
     with slowed(server) as proxy:
@@ -445,6 +449,7 @@ def test_sigterm_while_the_bucket_is_gone(bucket: Bucket, server: Server, monkey
     assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
 
 
+@pytest.mark.faults
 def test_sigkill_and_the_next_run(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The killed one blocks for less than two minutes; whoever comes then starts anew."""
     with slowed(server) as proxy:
@@ -468,6 +473,7 @@ def test_sigkill_and_the_next_run(bucket: Bucket, server: Server, monkeypatch: p
     assert not {name for name in left & bucket.objects() if "/c/" in name}
 
 
+@pytest.mark.faults
 def test_second_converter_is_refused(bucket: Bucket, server: Server) -> None:
     with slowed(server) as proxy:
         process = start_slow(bucket, proxy)
@@ -481,6 +487,7 @@ def test_second_converter_is_refused(bucket: Bucket, server: Server) -> None:
     assert read("verify", bucket.url("out"), "--source", str(SOURCE)).code == 0
 
 
+@pytest.mark.faults
 def test_a_taken_lease_ends_the_run(bucket: Bucket, server: Server) -> None:
     """Frozen for longer than its lease, a converter must not write into what is another's by now."""
     with slowed(server) as proxy:
@@ -560,6 +567,7 @@ class TestLease:
             first.release()
 
 
+@pytest.mark.faults
 def test_kill_while_an_overwrite_is_published(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new checkpoint is complete by then; the next run, whatever it is asked, puts it into its place."""
     assert convert(bucket, "scan_layers=false").code == 0
@@ -589,6 +597,7 @@ def test_kill_while_an_overwrite_is_published(bucket: Bucket, server: Server, mo
     check_equals_oracle(ways)
 
 
+@pytest.mark.faults
 def test_interrupted_overwrite_keeps_the_old_one(
     bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
