@@ -30,6 +30,15 @@ def parse(key: str, text: str) -> Path:
         return _bucket_path(key, text)
     if "://" in text:
         raise RequestError(f"{key}={text}: give a local path or one of a bucket, gs://BUCKET/PATH")
+    return local(key, text)
+
+
+def local(key: str, text: str) -> Path:
+    """The place on a disk that a word of the command line names.
+
+    Raises:
+      RequestError: it can be none.
+    """
     path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - `..` without following links
     try:
         path.exists()

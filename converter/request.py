@@ -268,7 +268,9 @@ def make_access(values: Mapping[str, Any]) -> Access:
     """
     kept = values.get("cache_dir") or None
     if kept is not None and kept != NO_CACHE:
-        kept = str(_local_path("cache_dir", kept))
+        if "://" in kept:
+            raise RequestError(f"cache_dir={kept[:200]}: give a local folder")
+        kept = str(places.local("cache_dir", kept))
         places.check_writable(Path(kept))
     token = values.get("hf_access_token") or os.environ.get("HF_TOKEN") or None
     return Access(token, kept, values["retry_seconds"])
@@ -287,17 +289,6 @@ def make_spool(text: str | None) -> Path | None:
     path = Path(text).expanduser()
     if free_bytes(path) == 0:
         raise RequestError(f"spool_dir={text}: give an existing directory on a disk that may be written to, or none")
-    return path
-
-
-def _local_path(key: str, text: str) -> Path:
-    if "://" in text:
-        raise RequestError(f"{key}={text[:200]}: give a local folder")
-    path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - `..` without following links
-    try:
-        path.exists()
-    except OSError as error:
-        raise RequestError(f"{key}={text[:100]}...: {error.strerror}") from error
     return path
 
 
