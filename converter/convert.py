@@ -48,6 +48,9 @@ SAVE_DTYPES = {"bfloat16": NUMPY_DTYPES["BF16"], "float32": NUMPY_DTYPES["F32"]}
 _ORBAX_THREADS = ("streamed_arrays", "np_type_handler", "write_metadata")
 """How the names of the threads begin in which Orbax saves."""
 
+_TRIM_FROM = 0.95
+"""Of the predicted memory from which on what is free in the heap is given back."""
+
 _STORED_BYTES = 1.4
 """What zstd leaves of a weight at least, for the check of free space: 70 % of the two bytes that matter."""
 
@@ -311,6 +314,7 @@ def _write(
     devices.start(request.devices)
     if planned.schedule.returns_memory or remote is not None:
         memory.return_large_blocks()
+    monitor.expected = int(_TRIM_FROM * planned.schedule.peak_memory)
     digests = report.Digests()
     stop = threading.Event()
     target = output.target(request.output, overwrite=request.if_exists == "overwrite")
