@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import Run, machine, markdown, run, scratch, size, to_maxtext, warm, weight_files
-from converter.families import MODELS
+from converter.models import MODELS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
