@@ -312,7 +312,7 @@ def _write(
     remote = repository.remote
     adapter = planned.adapter.repository if planned.adapter else None
     devices.start(request.devices)
-    if planned.schedule.returns_memory or remote is not None:
+    if planned.schedule.returns_memory:
         memory.return_large_blocks()
     monitor.expected = int(_TRIM_FROM * planned.schedule.peak_memory)
     digests = report.Digests()

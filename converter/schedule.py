@@ -31,8 +31,9 @@ _STORED_FRACTION = 0.8
 _MARGIN = 0.95
 """Of the promise may be predicted, since a prediction is not exact."""
 
-_KEPT_BATCHES, _RETURNED_BATCHES = 4.5, 3.5
-"""Batches' worth of memory that stays with the process where small chunks come and go: kept for speed, or returned."""
+_KEPT_BATCHES, _TIGHT_BATCHES = 4.5, 3.5
+"""Batches' worth of memory that stays with the process where small chunks come and go; what the heap then has in excess
+is given back, which costs time: more often where little is in memory."""
 
 _SMALL_BUDGET = 64 << 20
 """With less in memory, saving memory counts for more than speed."""
@@ -108,7 +109,7 @@ class Schedule:
     @property
     def returns_memory(self) -> bool:
         """Whether the compressed forms of chunks are given back to the system each time."""
-        return self.plan.largest_chunk >= LARGE_CHUNK_BYTES or self.budget < _SMALL_BUDGET
+        return self.plan.largest_chunk >= LARGE_CHUNK_BYTES
 
     @property
     def largest_group(self) -> int:
@@ -166,7 +167,7 @@ def _peak(chunks: Sequence[int], threads: int, *, large: bool) -> int:
     if large:
         committing = _STORED_FRACTION * most[0] + (_batch(size) if len(chunks) > 1 else 0)
     else:
-        committing = (_RETURNED_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size)
+        committing = (_TIGHT_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size)
     return int(size + _STORED_FRACTION * sum(most) + committing)
 
 

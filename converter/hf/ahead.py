@@ -43,7 +43,7 @@ class Aborted(Exception):  # noqa: N818 - not an error
 class _Held:
     segment: Segment
     left: int
-    data: bytes | None = None
+    data: memoryview | None = None
 
 
 class Ahead:
@@ -55,7 +55,7 @@ class Ahead:
     def __init__(
         self,
         segments: Iterator[Segment],
-        fetch: Callable[[Segment], bytes],
+        fetch: Callable[[Segment], memoryview],
         elsewhere: Callable[[str, int, int], memoryview | None],
         *,
         limit: int,
@@ -128,7 +128,7 @@ class Ahead:
             self._held[segment.file].remove(held)
             self._bytes -= segment.size
             self._changed.notify_all()
-        return memoryview(held.data)[begin - segment.begin : end - segment.begin]
+        return held.data[begin - segment.begin : end - segment.begin]
 
     def _run(self) -> None:
         while True:

@@ -101,6 +101,7 @@ def _bring(ranges: Ranges, file: RemoteFile, objects: Path, stop: threading.Even
 
 def _continue(ranges: Ranges, file: RemoteFile, partial: Path, stop: threading.Event) -> bool:
     """Append what a partial file lacks; False where that was stopped."""
+    block = bytearray(min(_RANGE_BYTES, file.size))
     with partial.open("ab") as out:
         if out.tell() > file.size:
             out.truncate(0)
@@ -108,8 +109,9 @@ def _continue(ranges: Ranges, file: RemoteFile, partial: Path, stop: threading.E
         while out.tell() < file.size:
             if stop.is_set():
                 return False
-            begin = out.tell()
-            out.write(ranges.read(file.name, begin, min(begin + _RANGE_BYTES, file.size)))
+            part = memoryview(block)[: file.size - out.tell()]
+            ranges.read(file.name, out.tell(), part)
+            out.write(part)
         out.flush()
         os.fsync(out.fileno())
     return True

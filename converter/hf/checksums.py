@@ -12,16 +12,19 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 
+import numpy as np
+
 _POLYNOMIAL = 0x82F63B78
 
 Matrix = tuple[int, ...]
 
 
-def crc32c(data: bytes) -> int:
+def crc32c(data: memoryview | bytes) -> int:
     """Of one piece."""
     import google_crc32c
 
-    return int(google_crc32c.value(data))
+    # It takes no memoryview.
+    return int(google_crc32c.value(np.frombuffer(data, np.uint8)))
 
 
 def parse_crc32c(text: str) -> int:

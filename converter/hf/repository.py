@@ -306,7 +306,7 @@ def _opened_server(server: Server, data: StreamedFiles) -> _Opened:
     def weights(name: str) -> tuple[int, Callable[[int, int], bytes]]:
         if name not in server.files:
             raise RequestError(f"{label(name)} does not exist")
-        return server.files[name].size, lambda begin, end: data.fetch(name, begin, end)
+        return server.files[name].size, lambda begin, end: bytes(data.fetch(name, begin, end))
 
     return _Opened(frozenset(server.files), label, small, weights)
 

@@ -1,7 +1,7 @@
 """What of a remote source will be read again, kept on disk for as long as that lasts.
 
-A file of holes for each source file, of its size, holds the ranges that were put there at their own offsets; it has no
-name, so it goes with the process however that ends. Ranges that are no longer needed become holes again.
+A file without a name, so that it goes with the process however that ends. The place of a range that is no longer
+needed is used again: the kernel has its pages in memory already, where new ones cost several times as much.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import errno
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -37,83 +40,124 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+class _Room:
+    """First fit in a row of bytes of any length; what is given back joins what is free beside it."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, int]] = [(0, sys.maxsize)]
+
+    def take(self, size: int) -> int:
+        """Where `size` bytes begin that nobody has."""
+        number = next(i for i, (begin, end) in enumerate(self._free) if end - begin >= size)
+        begin, end = self._free[number]
+        self._free[number] = (begin + size, end)
+        return begin
+
+    def give(self, begin: int, size: int) -> None:
+        self._free = merged([*self._free, (begin, begin + size)])
+
+
+@dataclass
+class _Held:
+    """A range of a file that is to be kept: where it lies here, and which of its bytes are there."""
+
+    begin: int
+    end: int
+    place: int | None = None
+    there: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """What it takes: whole pages."""
+        return -(-(self.end - self.begin) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 class Spool:
-    """Ranges of files, put there and looked at from any thread."""
+    """Ranges of files, put there in pieces and looked at from any thread."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lock = threading.Lock()
-        self._maps: dict[str, mmap.mmap] = {}
-        self._files: dict[str, int] = {}
-        self._ranges: dict[str, list[tuple[int, int]]] = {}
+    def __init__(self, folder: Path, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Begin.
 
-    def put(self, file: str, size: int, begin: int, data: bytes) -> None:
-        """Keep bytes of a file of `size` bytes.
+        Args:
+          folder: where the file lies.
+          ranges: file, begin, end of what will be kept; they do not overlap.
 
         Raises:
           WorldError: the disk is full or broken.
         """
-        try:
-            with self._lock:
-                if file not in self._maps:
-                    self._open(file, size)
-                descriptor = self._files[file]
-            written = 0
-            while written < len(data):
-                written += os.pwrite(descriptor, memoryview(data)[written:], begin + written)
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            hint = "; give --spool_dir=FOLDER on another disk, or --spool_dir=none" if full else ""
-            raise WorldError(f"keeping what was read in {self._folder} failed: {error.strerror}{hint}") from error
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._room = _Room()
+        self._held: dict[str, list[_Held]] = {}
+        for file, begin, end in sorted(ranges):
+            self._held.setdefault(file, []).append(_Held(begin, end))
+        # Most of it is never used: a file of holes.
+        size = sum(held.size for each in self._held.values() for held in each)
+        with self._errors():
+            self._file, name = tempfile.mkstemp(prefix="converter-", dir=folder)
+            os.unlink(name)  # noqa: PTH108
+            os.ftruncate(self._file, size)
+            self._map: mmap.mmap | None = mmap.mmap(self._file, size) if size else None
+
+    def put(self, file: str, begin: int, data: memoryview) -> None:
+        """Keep bytes of a file.
+
+        Raises:
+          WorldError: the disk is full or broken.
+        """
         with self._lock:
-            self._ranges[file] = merged([*self._ranges[file], (begin, begin + len(data))])
+            held = self._find(file, begin, begin + len(data))
+            assert held is not None, "nobody announced it"
+            if held.place is None:
+                held.place = self._room.take(held.size)
+            place = held.place + begin - held.begin
+        written = 0
+        with self._errors():
+            while written < len(data):
+                written += os.pwrite(self._file, data[written:], place + written)
+        with self._lock:
+            held.there = merged([*held.there, (begin, begin + len(data))])
 
     def view(self, file: str, begin: int, end: int) -> memoryview | None:
         """Bytes of a file, mapped; None where not all of them are there."""
         with self._lock:
-            ranges = self._ranges.get(file)
-            if not ranges:
+            held = self._find(file, begin, end)
+            if held is None or held.place is None or self._map is None:
                 return None
-            place = bisect.bisect_right(ranges, (begin, 1 << 63)) - 1
-            if place < 0 or ranges[place][1] < end:
+            if not any(first <= begin and end <= last for first, last in held.there):
                 return None
-            return memoryview(self._maps[file])[begin:end]
+            place = held.place + begin - held.begin
+            return memoryview(self._map)[place : place + end - begin]
 
     def drop(self, file: str, begin: int, end: int) -> None:
-        """Forget bytes `begin` to `end` and give their disk space back; nobody may look at them any more."""
+        """Forget a range that was announced; nobody may look at it any more."""
         with self._lock:
-            if file not in self._maps:
-                return
-            self._ranges[file] = [
-                part
-                for first, last in self._ranges[file]
-                for part in ((first, min(last, begin)), (max(first, end), last))
-                if part[0] < part[1]
-            ]
-            # Whole pages only: the others hold bytes of the neighbours.
-            first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-            last = end // mmap.PAGESIZE * mmap.PAGESIZE
-            if first < last:
-                # Not every file system can; then the space comes back at the end.
-                with contextlib.suppress(OSError):
-                    self._maps[file].madvise(mmap.MADV_REMOVE, first, last - first)
+            held = self._find(file, begin, end)
+            if held is not None and held.place is not None:
+                self._room.give(held.place, held.size)
+                held.place, held.there = None, []
 
     def close(self) -> None:
         """Give everything back, as soon as nobody looks at it any more."""
         with self._lock:
-            for descriptor in self._files.values():
-                os.close(descriptor)
-            self._files.clear()
-            self._maps.clear()
-            self._ranges.clear()
+            os.close(self._file)
+            self._held.clear()
+            self._map = None
 
-    def _open(self, file: str, size: int) -> None:
-        descriptor, name = tempfile.mkstemp(prefix="converter-", dir=self._folder)
-        os.unlink(name)  # noqa: PTH108
-        os.ftruncate(descriptor, size)
-        self._maps[file] = mmap.mmap(descriptor, size)
-        self._files[file] = descriptor
-        self._ranges[file] = []
+    def _find(self, file: str, begin: int, end: int) -> _Held | None:
+        """The range that has these bytes."""
+        ranges = self._held.get(file, [])
+        number = bisect.bisect_right(ranges, begin, key=lambda held: held.begin) - 1
+        return ranges[number] if number >= 0 and end <= ranges[number].end else None
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            hint = "; give --spool_dir=FOLDER on another disk, or --spool_dir=none" if full else ""
+            raise WorldError(f"keeping what was read in {self._folder} failed: {error.strerror}{hint}") from error
 
 
 def merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

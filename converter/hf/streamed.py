@@ -6,12 +6,13 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from converter.errors import WorldError
 from converter.hf.ahead import Ahead, Segment
+from converter.hf.blocks import Blocks
 from converter.hf.checksums import Pieces, combined, crc32c
 from converter.hf.remote import Ranges, Server
 from converter.hf.spool import Spool
@@ -22,6 +23,9 @@ _CHECKED_ANYWAY = 1 / 16
 """Of a file may be read only to have its checksum; where more is missing, only a part of it was converted."""
 
 _WHOLE_TRIES = 3
+
+_KEPT_BLOCKS = 64 << 20
+"""Bytes of memory that are kept for what is read next."""
 
 PART_BYTES = 8 << 20
 """Asked for in one request where no plan says otherwise."""
@@ -38,6 +42,7 @@ class StreamedFiles:
         self.server = server
         self.stop = threading.Event()
         self._ranges = Ranges(server)
+        self._blocks = Blocks(_KEPT_BLOCKS)
         self._pieces = {name: Pieces(file.size) for name, file in server.files.items()}
         self._ahead: Ahead | None = None
         self._spool: Spool | None = None
@@ -58,11 +63,11 @@ class StreamedFiles:
             return data
         if self._ahead is None and (kept := self._kept(name, begin, end)) is not None:
             return kept
-        return memoryview(self.fetch(name, begin, end))
+        return self.fetch(name, begin, end)
 
-    def fetch(self, name: str, begin: int, end: int) -> bytes:
+    def fetch(self, name: str, begin: int, end: int) -> memoryview:
         """Bytes of a file, asked for now."""
-        data = self._ranges.read(name, begin, end)
+        data = self._read(name, begin, end)
         if name in self._pieces and not self._pieces[name].add(begin, end, crc32c(data)):
             raise WorldError(
                 f"{name} of {self.server.label}: bytes {begin} to {end} came differently when read again; one of the "
@@ -78,7 +83,7 @@ class StreamedFiles:
         """
         file = self.server.files[name]
         for _ in range(_WHOLE_TRIES):
-            data = self._ranges.read(name, 0, file.size)
+            data = bytes(self._read(name, 0, file.size))
             git = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
             if file.git_sha1 in (None, git) and file.crc32c in (None, crc32c(data)):
                 return data
@@ -104,7 +109,7 @@ class StreamedFiles:
           stop: set when nobody waits for data any more.
         """
         self.stop = stop
-        self._spool = Spool(spool) if spool is not None else None
+        self._spool = Spool(spool, (each for ranges in used.values() for each in ranges)) if spool is not None else None
         self._used = used
         self._group = -1
         self._ahead = Ahead(segments, self._fetch_segment, self._kept, limit=limit, connections=connections)
@@ -119,7 +124,7 @@ class StreamedFiles:
             self._spool = None
 
     @contextlib.contextmanager
-    def held(self, ranges: Iterable[tuple[str, int, int]], spool: Path, connections: int) -> Iterator[None]:
+    def held(self, ranges: Sequence[tuple[str, int, int]], spool: Path, connections: int) -> Iterator[None]:
         """Bring byte ranges here, kept on disk for as long as the block lasts.
 
         Raises:
@@ -130,11 +135,11 @@ class StreamedFiles:
             for name, begin, end in ranges
             for start in range(begin, end, PART_BYTES)
         ]
-        kept = Spool(spool)
+        kept = Spool(spool, ranges)
 
         def bring(part: tuple[str, int, int]) -> None:
             name, begin, end = part
-            kept.put(name, self.server.files[name].size, begin, self.fetch(name, begin, end))
+            kept.put(name, begin, self.fetch(name, begin, end))
 
         try:
             with ThreadPoolExecutor(connections, thread_name_prefix="ahead") as pool:
@@ -172,14 +177,19 @@ class StreamedFiles:
     def _checksum(self, name: str, begin: int, end: int) -> int:
         total = 0
         for start in range(begin, end, PART_BYTES):
-            part = self._ranges.read(name, start, min(start + PART_BYTES, end))
+            part = self._read(name, start, min(start + PART_BYTES, end))
             total = combined(total, crc32c(part), len(part))
         return total
 
-    def _fetch_segment(self, segment: Segment) -> bytes:
+    def _read(self, name: str, begin: int, end: int) -> memoryview:
+        data = self._blocks.take(max(0, end - begin))
+        self._ranges.read(name, begin, data)
+        return data
+
+    def _fetch_segment(self, segment: Segment) -> memoryview:
         data = self.fetch(segment.file, segment.begin, segment.end)
         if segment.keep and self._spool is not None:
-            self._spool.put(segment.file, self.server.files[segment.file].size, segment.begin, data)
+            self._spool.put(segment.file, segment.begin, data)
         return data
 
     def _kept(self, name: str, begin: int, end: int) -> memoryview | None:
