@@ -51,6 +51,9 @@ _ORBAX_THREADS = ("streamed_arrays", "np_type_handler", "write_metadata")
 _TRIM_FROM = 0.95
 """Of the predicted memory from which on what is free in the heap is given back."""
 
+_REMOTE_BYTES = 24_000_000
+"""Memory that the libraries for HTTP and credentials take, for a source and for an output."""
+
 _STORED_BYTES = 1.4
 """What zstd leaves of a weight at least, for the check of free space: 70 % of the two bytes that matter."""
 
@@ -263,7 +266,8 @@ def _scheduled(request: Request, made: list[Parameter], weights: Weights, root: 
         reading = fetching.reading(request.threads)
         # Without a spool nothing is as good as a page cache: the larger the groups, the less is read again.
         cached = cached if request.spool is not None else 0
-    reading = replace(reading, memory=reading.memory + request.threads * weights.scratch_bytes)
+    libraries = _REMOTE_BYTES * ((repository.remote is not None) + places.is_remote(request.output))
+    reading = replace(reading, memory=reading.memory + libraries + request.threads * weights.scratch_bytes)
     budget = request.memory_budget
     if budget is not None and budget < plan.largest_chunk:
         log.warning("memory_budget=%d is below the largest chunk: raised to its %d bytes", budget, plan.largest_chunk)

@@ -28,8 +28,6 @@ _GAP_BYTES = 64 << 10
 """Of a file are rather read in vain than left out by a request more."""
 
 _CONNECTIONS = 32
-_LIBRARIES_BYTES = 24_000_000
-"""Memory that the libraries for HTTP and credentials take."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,9 @@ def connections(threads: int) -> int:
 
 
 def reading(threads: int) -> Reading:
-    """The memory of reading ahead: the window, what the tasks at work took out of it, the libraries."""
+    """The memory of reading ahead: the window, and what the tasks at work took out of it."""
     segment = segment_bytes(threads)
-    return Reading(WINDOW_BYTES + threads * segment + _LIBRARIES_BYTES, segment)
+    return Reading(WINDOW_BYTES + threads * segment, segment)
 
 
 def segments(schedule: Schedule, tensors: Mapping[str, StoredTensor], *, spooled: bool) -> Iterator[Segment]:

@@ -23,6 +23,9 @@ BASE_BYTES = 95_000_000
 DEVICE_BYTES = 120_000
 """Anonymous memory that each simulated device adds."""
 
+_WORKER_BYTES, _WORKERS_BYTES = 16_000_000, 36_000_000
+"""What zstd takes for each of several threads that compress one chunk together, and for all of them."""
+
 _MIN_BATCH = 32 << 20
 
 _STORED_FRACTION = 0.8
@@ -37,6 +40,9 @@ is given back, which costs time: more often where little is in memory."""
 
 _SMALL_BUDGET = 64 << 20
 """With less in memory, saving memory counts for more than speed."""
+
+PARALLEL_ZSTD_BYTES = 16 << 20
+"""Chunks from this size on are compressed by several threads when there are fewer chunks than threads."""
 
 _BUSY_BYTES = 96 << 20
 """Of chunks in memory keep the threads busy."""
@@ -124,11 +130,31 @@ class Schedule:
     @property
     def peak_memory(self) -> int:
         """Predicted peak of anonymous memory, bytes."""
-        large = self.plan.largest_chunk >= LARGE_CHUNK_BYTES
         together = (self.groups[i : i + self.at_once] for i in range(max(1, len(self.groups) - self.at_once + 1)))
-        sizes = ([chunk.nbytes for group in groups for chunk in group] for groups in together)
-        process = _process(self.plan.devices, self.reading.memory)
-        return process + max((_peak(each, self.threads, large=large) for each in sizes if each), default=0)
+        used = (
+            sum(map(self._shared, groups)) + self._peak([chunk.nbytes for group in groups for chunk in group])
+            for groups in together
+            if any(groups)
+        )
+        return _process(self.plan.devices, self.reading.memory) + max(used, default=0)
+
+    def workers(self, group: tuple[Chunk, ...]) -> int:
+        """Threads that compress one large chunk of a group together, where there is no other work for them."""
+        large = [chunk.nbytes for chunk in group if chunk.nbytes >= PARALLEL_ZSTD_BYTES]
+        if self.at_once > 1 or not large:
+            return 1
+        promised = PROMISED_BYTES + PROMISED_CHUNKS * self.plan.largest_chunk
+        used = _process(self.plan.devices, self.reading.memory) + self._peak([chunk.nbytes for chunk in group])
+        counts = range(self.threads // len(large), 1, -1)
+        return next((count for count in counts if used + _together(large, count) <= promised), 1)
+
+    def _shared(self, group: tuple[Chunk, ...]) -> int:
+        """What zstd takes where several threads compress one chunk together."""
+        large = [chunk.nbytes for chunk in group if chunk.nbytes >= PARALLEL_ZSTD_BYTES]
+        return _together(large, self.workers(group))
+
+    def _peak(self, chunks: Sequence[int]) -> int:
+        return _peak(chunks, self.threads, large=self.plan.largest_chunk >= LARGE_CHUNK_BYTES)
 
     def rereads(self, memory_limit: int) -> bool:
         """Whether the page cache is too small for the sources that a pass over them leaves for the next pass.
@@ -169,6 +195,13 @@ def _peak(chunks: Sequence[int], threads: int, *, large: bool) -> int:
     else:
         committing = (_TIGHT_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size)
     return int(size + _STORED_FRACTION * sum(most) + committing)
+
+
+def _together(chunks: Sequence[int], workers: int) -> int:
+    """Bytes that zstd takes for chunks of these sizes beyond their compressed form, measured with its version 1.5.7."""
+    if workers == 1:
+        return 0
+    return sum(min(_WORKERS_BYTES + workers * _WORKER_BYTES, 2 * chunk) for chunk in chunks)
 
 
 def make_schedule(

@@ -21,7 +21,7 @@ from converter.mapping import Box, Piece
 from converter.maxtext.orbax import OpenArray
 from converter.plan import Chunk
 from converter.reading import ReadBox
-from converter.schedule import Schedule, aligned
+from converter.schedule import PARALLEL_ZSTD_BYTES, Schedule, aligned
 
 _TASK_BYTES = 4 << 20
 """Bytes one thread copies before it takes the next task."""
@@ -31,9 +31,6 @@ _BUNDLE = 64
 
 _ELEMENT_BYTES = 2
 """Of a source's element, mostly."""
-
-_PARALLEL_ZSTD_BYTES = 16 << 20
-"""Chunks from this size on are compressed by several threads when there are fewer chunks than threads."""
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -99,8 +96,7 @@ class Writer:
                 _finish(storing.popleft())
             buffers = _buffers(group, blocks[number % len(blocks)])
             self._fill(pool, group, buffers, backwards=bool(number % 2))
-            # zstd's own threads need memory for what each works on; with two groups there is other work to do.
-            workers = max(1, self.schedule.threads // len(group)) if self.schedule.at_once == 1 else 1
+            workers = self.schedule.workers(group)
             storing.append(
                 [
                     pool.submit(self._store, chunk, buffers, workers, stores[chunk.array.name], batches)
@@ -143,7 +139,7 @@ class Writer:
         content = buffers.pop(chunk)
         if self.on_chunk is not None:
             self.on_chunk(chunk, content)
-        value = chunk.array.format.encode(content, workers if chunk.nbytes >= _PARALLEL_ZSTD_BYTES else 1)
+        value = chunk.array.format.encode(content, workers if chunk.nbytes >= PARALLEL_ZSTD_BYTES else 1)
         del content
         key, stored = chunk.array.format.key(chunk.index), len(value)
         if batches is None:

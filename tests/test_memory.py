@@ -6,16 +6,22 @@ first two cases are what a reader of the README is told about these models.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import buckets
 import pytest
 from quantising import write_hole
-from running import to_maxtext_process
+from running import environment, to_maxtext_process
 
 from benchmarks.checkpoints import write_checkpoint
+from converter.models import MODELS
 
 pytestmark = pytest.mark.slow
 
@@ -34,13 +40,22 @@ def plan_figure(stdout: str, pattern: str) -> int:
     return int(match[1].replace(",", ""))
 
 
-def measure(name: str, source: Path, tmp_path: Path, *words: str) -> tuple[int, int, int]:
+def measure(
+    name: str,
+    source: Path | None,
+    tmp_path: Path,
+    *words: str,
+    output: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> tuple[int, int, int]:
     """Peak anonymous memory, the plan's prediction and the largest chunk, bytes."""
-    common = [f"model_name={name}", f"hf_model_path={source}", f"base_output_directory={tmp_path / 'out'}", *words]
-    planned = to_maxtext_process(*common, "--dry_run", timeout=300)
+    common = [f"model_name={name}", f"base_output_directory={output or tmp_path / 'out'}", *words]
+    if source is not None:
+        common.append(f"hf_model_path={source}")
+    planned = to_maxtext_process(*common, "--dry_run", env=env, timeout=300)
     assert planned.code == 0, planned.stderr
     report = tmp_path / "report.json"
-    done = to_maxtext_process(*common, f"--report={report}", timeout=600)
+    done = to_maxtext_process(*common, f"--report={report}", env=env, timeout=600)
     assert done.code == 0, done.stderr
     peak = json.loads(report.read_bytes())["peak_memory_bytes"]["anonymous_and_shared"]
     predicted = plan_figure(planned.stdout, r"predicted peak memory \(anonymous\): ([\d,]+)")
@@ -81,6 +96,45 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     write_checkpoint(source, "qwen3-4b")
     peak, predicted, chunk = measure("qwen3-4b", source, tmp_path)
     assert peak <= min(700e6, 400e6 + 2.5 * chunk)
+    assert peak <= 1.1 * predicted
+
+
+@contextlib.contextmanager
+def hub(folder: Path, name: str) -> Iterator[str]:
+    """A hub in a process of its own that has a model; its address."""
+    repo = MODELS[name].models[name].hub
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.hub", str(folder), repo],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "most"),
+    [
+        ("qwen3-0.6b", (), 500e6),
+        ("qwen3-0.6b", ("--spool_dir=none",), 500e6),
+        ("qwen3-0.6b", ("--threads=8", "scan_layers=false"), 500e6),
+        ("qwen3-4b", (), 700e6),
+    ],
+    ids=["0.6b", "0.6b no spool", "0.6b unscanned", "4b"],
+)
+def test_memory_from_the_hub_to_a_bucket(name: str, words: tuple[str, ...], most: float, tmp_path: Path) -> None:
+    source = tmp_path / name
+    write_checkpoint(source, name)
+    with hub(source, name) as address, buckets.running() as bucket:
+        words = (*words, "--cache_dir=none", *([] if "--spool_dir=none" in words else [f"--spool_dir={tmp_path}"]))
+        env = {"HF_ENDPOINT": address, **bucket.environment()}
+        peak, predicted, chunk = measure(name, None, tmp_path, *words, output=bucket.url("out"), env=env)
+    assert peak <= min(most, 400e6 + 2.5 * chunk)
     assert peak <= 1.1 * predicted
 
 
