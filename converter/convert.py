@@ -23,7 +23,7 @@ from converter.adapters import (
 )
 from converter.command import load_command, restore_command
 from converter.errors import ConverterError, RequestError, WorldError
-from converter.fetching import Reads, check_streamable, plan_reads, reading_ahead
+from converter.fetching import Reads, plan_reads, reading_ahead
 from converter.geometry import check_tensors, make_geometry
 from converter.hf.adapter import Adapter, base_config, locate_adapter, open_adapter
 from converter.hf.quantised import Weights, open_weights
@@ -175,7 +175,6 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
     if request.dry_run:
         show_plan(planned.plan, planned.schedule, expected_stored(planned.plan), planned.reads)
         return Outcome("planned", planned.plan.nbytes, None)
-    check_streamable(planned.weights)
     places.check_space(request.output, expected_stored(planned.plan))
     with output.opened(request.output) as hold:
         _write(request, planned, fingerprint, monitor, phases, hold)
@@ -207,7 +206,7 @@ def _plan_model(request: Request, repository: Repository, adapter: Adapter | Non
         weights,
         plan,
         schedule,
-        plan_reads(weights, schedule, request.spool),
+        plan_reads(weights, schedule, in_memory, request.spool),
         read,
         frozenset(in_memory),
         adapter,
@@ -335,7 +334,10 @@ def _write(
         )
 
         def write(arrays: list[OpenArray]) -> Mapping[str, bytes]:
-            with phases.phase("write"), reading_ahead(repository, planned.schedule, planned.reads, stop):
+            with (
+                phases.phase("write"),
+                reading_ahead(weights, planned.schedule, planned.in_memory, planned.reads, stop),
+            ):
                 writer.write(arrays)
             if remote is not None:
                 with phases.phase("check"):

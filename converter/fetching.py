@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from converter.errors import RequestError, WorldError
+from converter.errors import WorldError
 from converter.hf.ahead import Segment
 from converter.hf.quantised import Weights
-from converter.hf.repository import NUMPY_DTYPES, Repository
 from converter.hf.safetensors import StoredTensor
 from converter.hf.spool import free_bytes
 from converter.plan import ArrayPlan
+from converter.reading import ranges
 from converter.schedule import Reading, Schedule
 from converter.stream import tasks_of
 
@@ -61,10 +61,11 @@ def reading(threads: int) -> Reading:
     return Reading(WINDOW_BYTES + threads * segment, segment)
 
 
-def segments(schedule: Schedule, tensors: Mapping[str, StoredTensor], *, spooled: bool) -> Iterator[Segment]:
+def segments(schedule: Schedule, weights: Weights, in_memory: Container[str], *, spooled: bool) -> Iterator[Segment]:
     """What the writer reads, in the order in which it does.
 
     Args:
+      in_memory: tensors of which what is read is made in memory, decoded or merged.
       spooled: what is read again later is kept, so that it is fetched once.
     """
     most = schedule.reading.task_bytes or _MOST_SEGMENT
@@ -72,27 +73,31 @@ def segments(schedule: Schedule, tensors: Mapping[str, StoredTensor], *, spooled
     again = {id(array): spooled and _read_again(schedule, array) for array in schedule.plan.arrays}
     for number, group in enumerate(schedule.groups):
         found: list[Segment] = []
-        last: tuple[str, bool] | None = None
-        for task in tasks_of(group, schedule.reading.task_bytes):
-            tensor = tensors[task.piece.tensor]
-            part = task.piece.view.narrowed(task.source)[0]
-            size = NUMPY_DTYPES[tensor.dtype].itemsize
-            begin, end = tensor.offset + part.start * size, tensor.offset + part.stop * size
-            if begin == end:
-                continue
+        # Where the last segment of each kind is: scales are read by turns with codes.
+        latest: dict[tuple[str, int, bool], int] = {}
+        encoded = None
+        for task in tasks_of(group, schedule.reading.task_bytes, in_memory):
             keep = again[id(task.chunk.array)]
-            # What is kept must be found again in the same pieces, so it is cut at every tensor.
-            kind = (task.piece.tensor if keep else tensor.file, keep)
-            before = found[-1] if found and kind == last else None
-            if (
-                before is not None
-                and before.begin <= begin <= before.end + (0 if keep else _GAP_BYTES)
-                and max(end, before.end) - before.begin <= most
-            ):
-                found[-1] = Segment(tensor.file, before.begin, max(end, before.end), before.uses + 1, number, keep)
-            else:
-                found.append(Segment(tensor.file, begin, end, 1, number, keep))
-            last = kind
+            name = task.piece.tensor
+            if name in weights.encodings and name != encoded:
+                latest.clear()
+            encoded = name if name in weights.encodings else None
+            for tensor, begin, end in ranges(weights, task.piece, task.source):
+                # What is kept must be found again in the same pieces, so it is cut at every tensor.
+                kind = (tensor.file, tensor.offset if keep or encoded else -1, keep)
+                before = found[latest[kind]] if kind in latest else None
+                if (
+                    before is not None
+                    and before.begin <= begin <= before.end + (0 if keep else _GAP_BYTES)
+                    and max(end, before.end) - before.begin <= most
+                ):
+                    joined = Segment(tensor.file, before.begin, max(end, before.end), before.uses + 1, number, keep)
+                    found[latest[kind]] = joined
+                else:
+                    if encoded is None:
+                        latest.clear()
+                    latest[kind] = len(found)
+                    found.append(Segment(tensor.file, begin, end, 1, number, keep))
         for segment in reversed(found) if number % 2 else found:
             key = (segment.file, segment.begin, segment.end)
             if key not in kept:
@@ -107,14 +112,16 @@ def _read_again(schedule: Schedule, array: ArrayPlan) -> bool:
     return schedule.passes(array) > 1 or len(set(names)) < len(names)
 
 
-def used(schedule: Schedule, tensors: Mapping[str, StoredTensor]) -> dict[int, list[tuple[str, int, int]]]:
+def used(schedule: Schedule, weights: Weights) -> dict[int, list[tuple[str, int, int]]]:
     """The tensors that are read more than once, by the last group that reads them, as byte ranges."""
-    ends = {name: last for name, (_, last) in _lifetimes(schedule).items()}
     found: dict[int, list[tuple[str, int, int]]] = {}
-    for name, last in ends.items():
-        tensor = tensors[name]
-        found.setdefault(last, []).append((tensor.file, tensor.offset, tensor.offset + tensor.nbytes))
+    for name, (_, last) in _lifetimes(schedule).items():
+        found.setdefault(last, []).extend(map(_range, weights.stored(name)))
     return found
+
+
+def _range(tensor: StoredTensor) -> tuple[str, int, int]:
+    return tensor.file, tensor.offset, tensor.offset + tensor.nbytes
 
 
 def _lifetimes(schedule: Schedule) -> dict[str, tuple[int, int]]:
@@ -128,12 +135,13 @@ def _lifetimes(schedule: Schedule) -> dict[str, tuple[int, int]]:
     return found
 
 
-def spool_bytes(schedule: Schedule, tensors: Mapping[str, StoredTensor]) -> int:
+def spool_bytes(schedule: Schedule, weights: Weights) -> int:
     """What the spool takes at most: the tensors it holds at a time, and those of the group that is read ahead."""
     changes: dict[int, int] = {}
     for name, (first, last) in _lifetimes(schedule).items():
-        changes[first - 1] = changes.get(first - 1, 0) + tensors[name].nbytes
-        changes[last + 2] = changes.get(last + 2, 0) - tensors[name].nbytes
+        size = sum(tensor.nbytes for tensor in weights.stored(name))
+        changes[first - 1] = changes.get(first - 1, 0) + size
+        changes[last + 2] = changes.get(last + 2, 0) - size
     held = most = 0
     for number in sorted(changes):
         held += changes[number]
@@ -141,50 +149,37 @@ def spool_bytes(schedule: Schedule, tensors: Mapping[str, StoredTensor]) -> int:
     return most
 
 
-def check_streamable(weights: Weights) -> None:
-    """Refuse to read quantised tensors over the network: what decoding needs of codes and scales is not announced.
-
-    Raises:
-      RequestError: the source is remote and quantised.
-    """
-    if weights.encodings and weights.repository.remote is not None:
-        raise RequestError(
-            f"{weights.repository.name} is quantised, which cannot be read by ranges; "
-            "give --cache_dir=FOLDER to download it"
-        )
-
-
-def plan_reads(weights: Weights, schedule: Schedule, spool: Path | None) -> Reads | None:
+def plan_reads(weights: Weights, schedule: Schedule, in_memory: Container[str], spool: Path | None) -> Reads | None:
     """What a conversion will read over the network, None where the source is here.
 
     Args:
+      in_memory: tensors of which what is read is made in memory.
       spool: folder for what is read more than once; not used where it has not the room.
     """
-    repository = weights.repository
-    if repository.remote is None or weights.encodings:
+    if weights.repository.remote is None:
         return None
-    needed = spool_bytes(schedule, repository.tensors)
+    needed = spool_bytes(schedule, weights)
     fits = spool is not None and 0 < needed <= free_bytes(spool)
-    parts = segments(schedule, repository.tensors, spooled=fits)
+    parts = segments(schedule, weights, in_memory, spooled=fits)
     return Reads(sum(part.size for part in parts), spool if fits else None, needed)
 
 
 @contextlib.contextmanager
 def reading_ahead(
-    repository: Repository, schedule: Schedule, reads: Reads | None, stop: threading.Event
+    weights: Weights, schedule: Schedule, in_memory: Container[str], reads: Reads | None, stop: threading.Event
 ) -> Iterator[None]:
     """Fetch what a conversion is about to read, where it comes over the network, until the block ends."""
-    remote = repository.remote
+    remote = weights.repository.remote
     if remote is None or reads is None:
         yield
         return
     spooled = reads.spool is not None
     remote.read_ahead(
-        segments(schedule, repository.tensors, spooled=spooled),
+        segments(schedule, weights, in_memory, spooled=spooled),
         limit=WINDOW_BYTES,
         connections=connections(schedule.threads),
         spool=reads.spool,
-        used=used(schedule, repository.tensors) if spooled else {},
+        used=used(schedule, weights) if spooled else {},
         stop=stop,
     )
     try:
@@ -194,23 +189,22 @@ def reading_ahead(
 
 
 @contextlib.contextmanager
-def tensors_held(repository: Repository, names: Iterable[str], spool: Path | None, threads: int) -> Iterator[None]:
+def tensors_held(weights: Weights, names: Iterable[str], spool: Path | None, threads: int) -> Iterator[None]:
     """Have whole tensors at hand for as long as the block lasts, whatever parts of them are read how often.
 
     Raises:
       WorldError: the source is remote, and there is no room on disk for them.
     """
-    remote = repository.remote
+    remote = weights.repository.remote
     if remote is None:
         yield
         return
-    tensors = [repository.tensors[name] for name in dict.fromkeys(names)]
+    tensors = [tensor for name in dict.fromkeys(names) for tensor in weights.stored(name)]
     needed = sum(tensor.nbytes for tensor in tensors)
     if spool is None or free_bytes(spool) < needed:
         raise WorldError(
             f"comparing with a source that is read over the network takes {needed / 1e9:.2f} GB of disk at a time: "
             "give --spool_dir=FOLDER with that, or --cache_dir=FOLDER with all of it"
         )
-    ranges = [(tensor.file, tensor.offset, tensor.offset + tensor.nbytes) for tensor in tensors]
-    with remote.held(ranges, spool, connections(threads)):
+    with remote.held([*map(_range, tensors)], spool, connections(threads)):
         yield

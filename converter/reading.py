@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from converter.hf.decoding import decode
+from converter.hf import decoding
 from converter.hf.quantised import Weights
+from converter.hf.repository import NUMPY_DTYPES
+from converter.hf.safetensors import StoredTensor
 from converter.mapping import Box, Piece
 
 ReadBox = Callable[[Piece, Box], np.ndarray]
@@ -23,6 +25,20 @@ def box_reader(weights: Weights) -> ReadBox:
             part, view, within = piece.view.narrowed(box)
             return view.of(weights.repository.elements(piece.tensor, part))[within]
         stored, view, within = piece.view.bounded(box, encoding.shape)
-        return view.of(decode(weights.repository, encoding, stored, weights.dtype))[within]
+        return view.of(decoding.decode(weights.repository, encoding, stored, weights.dtype))[within]
 
     return read
+
+
+def ranges(weights: Weights, piece: Piece, box: Box) -> Iterator[tuple[StoredTensor, int, int]]:
+    """What `box_reader` reads for a box: stored tensors, and the bytes of their files."""
+    encoding = weights.encodings.get(piece.tensor)
+    if encoding is None:
+        parts: Iterable[tuple[str, slice]] = [(piece.tensor, piece.view.narrowed(box)[0])]
+    else:
+        parts = decoding.ranges(encoding, piece.view.bounded(box, encoding.shape)[0])
+    for name, part in parts:
+        tensor = weights.repository.tensors[name]
+        size = NUMPY_DTYPES[tensor.dtype].itemsize
+        if part.start < part.stop:
+            yield tensor, tensor.offset + part.start * size, tensor.offset + part.stop * size

@@ -22,7 +22,7 @@ from converter import memory, output, places
 from converter.adapters import adapter_parameters, adapter_reader, place, uniform
 from converter.copying import boxes, copy_box
 from converter.errors import RequestError, Terminated
-from converter.fetching import check_streamable, tensors_held
+from converter.fetching import tensors_held
 from converter.geometry import check_architecture
 from converter.hf.adapter import Adapter, base_config, locate_adapter, open_adapter
 from converter.hf.quantised import Weights, open_weights
@@ -118,7 +118,8 @@ def verify(check: Check, monitor: memory.Monitor, phases: Phases) -> Findings:
             places.check_writable(check.report.parent)
         stored = {array.name: array for array in stored_arrays(checkpoint)}
         expected = _expectation(checkpoint, stored, check, phases)
-        root, read, repository = expected.root, expected.read, expected.repository
+        root, read, weights = expected.root, expected.read, expected.weights
+        repository = weights.repository
         count = check.threads or len(os.sched_getaffinity(0))
         differences = list(_structure(expected.parameters, stored, root))
     wrong = {difference.name for difference in differences}
@@ -126,7 +127,7 @@ def verify(check: Check, monitor: memory.Monitor, phases: Phases) -> Findings:
     total = sum(stored[root + parameter.path].nbytes for parameter in comparable)
     with phases.phase("compare"), Meter("verifying", total, monitor) as meter:
         for parameter in comparable:
-            with tensors_held(repository, [piece.tensor for piece in parameter.pieces], check.spool, count):
+            with tensors_held(weights, [piece.tensor for piece in parameter.pieces], check.spool, count):
                 differences += _content(checkpoint, stored[root + parameter.path], parameter, read, count, meter)
         if repository.remote is not None:
             repository.remote.check()
@@ -138,11 +139,11 @@ class _Expectation:
     """What a checkpoint should hold.
 
     Attributes:
-      repository: what is read.
+      weights: what is read.
       root: how the names of its arrays begin.
     """
 
-    repository: Repository
+    weights: Weights
     parameters: list[Parameter]
     read: ReadBox
     root: str
@@ -174,11 +175,10 @@ def _expectation(
     repository = open_repository(located)
     family = _family(name, repository.config)
     weights, geometry, expected = _parameters(family, name or family.name, checkpoint, stored, repository)
-    check_streamable(weights)
     read = box_reader(weights)
     if adapter is not None:
         read = merging_reader(read, opened, place(family, geometry, opened, weights.tensors))
-    return _Expectation(repository, expected, read, ROOT)
+    return _Expectation(weights, expected, read, ROOT)
 
 
 def _adapter_expectation(
@@ -212,8 +212,8 @@ def _adapter_expectation(
         ]
     root = ROOT if nested else ""
     expected = min(made, key=lambda parameters: len(list(_structure(parameters, stored, root))))
-    read = adapter_reader(box_reader(open_weights(adapter.repository, np.dtype(lora[0].dtype))), settings.factors)
-    return _Expectation(adapter.repository, expected, read, root)
+    weights = open_weights(adapter.repository, np.dtype(lora[0].dtype))
+    return _Expectation(weights, expected, adapter_reader(box_reader(weights), settings.factors), root)
 
 
 def _family(name: str | None, config: Config) -> Family:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import buckets
 import ml_dtypes
 import numpy as np
 import pytest
+from buckets import Bucket
 from checkpoints import BFLOAT16, CONFIGS, Tensors, random_tensors, write_folder, write_tiny
 from quantising import (
     E4M3,
@@ -133,6 +135,54 @@ def test_equals_the_dequantised(
     plain = made.write_plain(tmp_path / "plain", save_dtype)
     same_arrays(step, convert(made.model_name, plain, tmp_path / "expected", *words))
     assert main(["verify", str(tmp_path / "expected"), "--source", str(folder)]) == 0
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
+    with buckets.running() as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("kind", "scan", "words"),
+    [
+        ("mxfp4", "true", ()),
+        ("mxfp4", "true", ("--memory_budget=1",)),
+        ("mxfp4", "false", ("--memory_budget=1", "--spool_dir=none")),
+        ("fp8-small-blocks", "true", ("--memory_budget=1",)),
+        ("fp8-fused", "false", ()),
+        pytest.param("channels", "true", ("--memory_budget=1",), marks=pytest.mark.slow),
+        pytest.param("tensors", "true", ("--memory_budget=1", "--spool_dir=none"), marks=pytest.mark.slow),
+        pytest.param("deepseek4", "false", ("--memory_budget=1",), marks=pytest.mark.slow),
+    ],
+)
+def test_equals_the_dequantised_by_ranges(
+    kind: str,
+    scan: str,
+    words: tuple[str, ...],
+    quantised: Callable[[str], Quantised],
+    bucket: Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Codes and scales come over the network, once or in passes, as they come from a folder."""
+    for key, value in bucket.environment().items():
+        monkeypatch.setenv(key, value)
+    made = quantised(kind)
+    words = (f"scan_layers={scan}", *words)
+    folder = made.write(tmp_path / "quantised")
+    if f"{kind}/config.json" not in bucket.objects():
+        bucket.add(folder, kind)
+    done = to_maxtext(
+        f"model_name={made.model_name}",
+        f"hf_model_path={bucket.url(kind)}",
+        f"base_output_directory={tmp_path / 'out'}",
+        *words,
+    )
+    assert done.code == 0, done.stderr
+    same_arrays(tmp_path / "out" / "0", convert(made.model_name, folder, tmp_path / "expected", *words))
+    if "--spool_dir=none" not in words:
+        assert main(["verify", str(tmp_path / "out"), "--source", bucket.url(kind), f"--spool_dir={tmp_path}"]) == 0
 
 
 def test_verify_finds_a_difference(quantised: Callable[[str], Quantised], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ All products that a scale can have are computed first, one for each code, and th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -64,6 +65,11 @@ class Encoding:
         *matrices, rows, columns = self.shape
         return (*matrices, -(-rows // self.block[0]), -(-columns // self.block[1]))
 
+    @property
+    def width(self) -> int:
+        """Codes to a row, bytes."""
+        return self.shape[-1] // 2 if self.four_bits else self.shape[-1]
+
 
 def decode(repository: Repository, encoding: Encoding, box: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
     """A box of an encoded tensor, bfloat16 or float32.
@@ -72,38 +78,51 @@ def decode(repository: Repository, encoding: Encoding, box: tuple[slice, ...], d
       box: of the tensor's own axes; slices with a start, a stop and perhaps a step.
     """
     *outer, rows, columns = box
-    matrices = [range(part.start, part.stop, part.step or 1) for part in outer]
     numbers = np.empty([len(_positions(part)) for part in box], dtype)
     decode_matrix = _decode_four_bits if encoding.four_bits else _decode_eight_bits
     # Overflow and what is not a number come out as the formats say.
     with np.errstate(all="ignore"):
-        for at in np.ndindex(*map(len, matrices)):
-            matrix = 0
-            for size, indices, i in zip(encoding.shape, matrices, at, strict=False):
-                matrix = matrix * size + indices[i]
+        for at, matrix in _matrices(encoding, outer):
             decode_matrix(repository, encoding, matrix, rows, columns, numbers[at])
     return numbers
+
+
+def ranges(encoding: Encoding, box: tuple[slice, ...]) -> Iterator[tuple[str, slice]]:
+    """What `decode` reads for a box: elements of a stored tensor, in the order in which it does."""
+    *outer, rows, _ = box
+    for _, matrix in _matrices(encoding, outer):
+        yield from _stored_rows(encoding, matrix, rows)
+
+
+def _matrices(encoding: Encoding, outer: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The matrices of a box: where each is in it, and its number in the tensor."""
+    chosen = [_positions(part) for part in outer]
+    for at in np.ndindex(*map(len, chosen)):
+        matrix = 0
+        for size, indices, i in zip(encoding.shape, chosen, at, strict=False):
+            matrix = matrix * size + indices[i]
+        yield at, matrix
 
 
 def _positions(part: slice) -> range:
     return range(part.start, part.stop, part.step or 1)
 
 
-def _stored(
-    repository: Repository, encoding: Encoding, matrix: int, rows: slice, width: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The codes of some rows, `width` bytes each, and the scales of the blocks that they lie in."""
-    height = encoding.shape[-2]
+def _stored_rows(encoding: Encoding, matrix: int, rows: slice) -> Iterator[tuple[str, slice]]:
+    """The elements that hold the codes of some rows of a matrix, and those that hold the scales of their blocks."""
+    height, width = encoding.shape[-2], encoding.width
     blocks, across = encoding.grid[-2:]
     last = _positions(rows)[-1]
-    codes = repository.elements(
-        encoding.codes, slice((matrix * height + rows.start) * width, (matrix * height + last + 1) * width)
-    )
+    yield encoding.codes, slice((matrix * height + rows.start) * width, (matrix * height + last + 1) * width)
     first, end = rows.start // encoding.block[0], last // encoding.block[0] + 1
-    scales = repository.elements(
-        encoding.scale, slice((matrix * blocks + first) * across, (matrix * blocks + end) * across)
-    )
-    return codes.view(np.uint8).reshape(-1, width)[:: rows.step or 1], scales.reshape(-1, across)
+    yield encoding.scale, slice((matrix * blocks + first) * across, (matrix * blocks + end) * across)
+
+
+def _stored(repository: Repository, encoding: Encoding, matrix: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+    """The codes of some rows, and the scales of the blocks that they lie in."""
+    codes, scales = (repository.elements(*each) for each in _stored_rows(encoding, matrix, rows))
+    codes = codes.view(np.uint8).reshape(-1, encoding.width)
+    return codes[:: rows.step or 1], scales.reshape(-1, encoding.grid[-1])
 
 
 def _rounded(values: np.ndarray, through: np.dtype | None, dtype: np.dtype) -> np.ndarray:
@@ -134,7 +153,7 @@ def _wide(scales: np.ndarray, code: str) -> np.ndarray:
 def _decode_eight_bits(
     repository: Repository, encoding: Encoding, matrix: int, rows: slice, columns: slice, numbers: np.ndarray
 ) -> None:
-    codes, stored = _stored(repository, encoding, matrix, rows, encoding.shape[-1])
+    codes, stored = _stored(repository, encoding, matrix, rows)
     codes = codes[:, columns]
     scales = _wide(stored, repository.tensors[encoding.scale].dtype)
     # Which scale of `scales` each row and column has.
@@ -185,7 +204,7 @@ def _pairs(dtype: np.dtype, nan: bool) -> np.ndarray:
 def _decode_four_bits(
     repository: Repository, encoding: Encoding, matrix: int, rows: slice, columns: slice, numbers: np.ndarray
 ) -> None:
-    codes, scales = _stored(repository, encoding, matrix, rows, encoding.shape[-1] // 2)
+    codes, scales = _stored(repository, encoding, matrix, rows)
     if rows.step is not None or encoding.block[0] > 1:
         first = rows.start // encoding.block[0]
         scales = scales[np.asarray(_positions(rows)) // encoding.block[0] - first]

@@ -153,6 +153,12 @@ class Weights:
         """Memory that each thread needs while it decodes."""
         return decoding.SCRATCH_BYTES if self.encodings else 0
 
+    def stored(self, name: str) -> list[StoredTensor]:
+        """What a tensor is made of: itself, or codes and scales."""
+        encoding = self.encodings.get(name)
+        names = [name] if encoding is None else [encoding.codes, encoding.scale]
+        return [self.repository.tensors[each] for each in names]
+
     def prefetch(self, name: str, first: int, end: int) -> None:
         """Read what elements `first` to `end` of a tensor are made of into the page cache, and no more."""
         encoding = self.encodings.get(name)
