@@ -23,6 +23,8 @@ DEFAULT_SECONDS = 300.0
 """For how long one call is tried again, unless the user says otherwise."""
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
+"""Seconds. TensorStore, which tries again by itself, is given the same (`buckets.TENSORSTORE`)."""
+
 _LOG_SECONDS = 60.0
 
 TRANSIENT_STATUSES = frozenset({408, 425, 429})
@@ -55,13 +57,26 @@ def retry_after(text: str | None) -> float:
     return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())
 
 
-def call(attempt: Callable[[], T], *, what: str, verdict: Verdict, seconds: float) -> T:
+def one_line(error: BaseException) -> str:
+    """An exception's text on one line of bounded length."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def call(
+    attempt: Callable[[], T],
+    *,
+    what: str,
+    verdict: Verdict,
+    seconds: float,
+    reason: Callable[[BaseException], str] = one_line,
+) -> T:
     """Call until it succeeds, fails for good, or the time is up.
 
     Args:
-      what: for messages, as "reading model.safetensors".
+      what: for messages, as "reading model.safetensors" or the place that does not answer.
       verdict: decides about each failure; errors of this program's own are never tried again.
       seconds: within which the last try begins.
+      reason: a failure in one short line, for messages.
 
     Raises:
       WorldError: it was worth another try, but the time is up.
@@ -87,7 +102,7 @@ def call(attempt: Callable[[], T], *, what: str, verdict: Verdict, seconds: floa
         return max(FIRST_WAIT / 10 + jittered(state), (asked or 0.0) * (1 + jittered(state) / LONGEST_WAIT / 4))
 
     def tell(state: RetryCallState) -> None:
-        _notice(f"{what}: {one_line(failure(state))}; trying again")
+        _notice(f"{what} fails for now ({reason(failure(state))}): trying again for up to {seconds:.0f} s")
 
     start = time.monotonic()
     try:
@@ -102,12 +117,7 @@ def call(attempt: Callable[[], T], *, what: str, verdict: Verdict, seconds: floa
         if not worthwhile(error):
             raise
         spent = time.monotonic() - start
-        raise WorldError(f"{what} failed: {one_line(error)}; gave up after {spent:.0f} s, try again later") from error
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's text on one line of bounded length."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        raise WorldError(f"{what} failed: {reason(error)}; gave up after {spent:.0f} s, try again later") from error
 
 
 class _Notices:
