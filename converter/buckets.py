@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fsspec import register_implementation
 from fsspec.spec import AbstractFileSystem
 
-from converter import retrying
+from converter import certificates, retrying
 from converter.errors import RequestError, WorldError
 from converter.maxtext.layout import COMMITTED
 
@@ -70,13 +70,14 @@ class Refused(RequestError, PermissionError):  # noqa: N818 - what it is to the 
 
 
 class Unreachable(WorldError, OSError):  # noqa: N818
-    """The bucket did not answer as it should until the deadline. To Orbax, a file system's error."""
+    """The bucket did not answer as it should until the deadline, or is not trusted. To Orbax, a file system's error."""
 
 
 def configure() -> None:
     """Make `gs://` paths work in epath, hence in Orbax."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    certificates.configure()
     for name in ("gs", "gcs"):
         register_implementation(name, _FileSystem, clobber=True)
 
@@ -205,7 +206,7 @@ def call(bucket: str, ask: Callable[[], T], *, seconds: float | None = None, of:
     Raises:
       FileNotFoundError: no such object.
       Refused: no such bucket, no credentials, or no permission.
-      Unreachable: no success until the deadline.
+      Unreachable: no success until the deadline, or a certificate that is not trusted.
       google.api_core.exceptions.PreconditionFailed: as it is.
     """
     from google.api_core.exceptions import PreconditionFailed
@@ -213,7 +214,7 @@ def call(bucket: str, ask: Callable[[], T], *, seconds: float | None = None, of:
     limit = DEADLINE_SECONDS if seconds is None else seconds
     try:
         return retrying.call(ask, what=f"{SCHEME}{bucket}", verdict=_verdict, seconds=limit, reason=_reason)
-    except PreconditionFailed:
+    except (PreconditionFailed, RequestError):
         raise
     except WorldError as error:
         raise Unreachable(str(error)) from error

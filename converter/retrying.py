@@ -2,7 +2,8 @@
 
 Waits grow from half a second to half a minute, with jitter so that many workers do not come back at once; a service
 that says how long to wait (Retry-After) is obeyed. What has not succeeded within the allowed time has failed. The log
-says at most once a minute that something is being tried again, however many threads do so.
+says at most once a minute that something is being tried again, however many threads do so. A certificate that is not
+trusted will not be trusted a moment later, whatever the kind of call.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from converter import certificates
 from converter.errors import ConverterError, WorldError
 
 log = logging.getLogger("converter")
@@ -79,7 +81,8 @@ def call(
       reason: a failure in one short line, for messages.
 
     Raises:
-      WorldError: it was worth another try, but the time is up.
+      WorldError: it was worth another try, but the time is up; or the server's certificate is not trusted.
+      RequestError: the user's file of certificates cannot be used.
       Exception: what `attempt` raised and `verdict` called final.
     """
     from tenacity import RetryCallState, Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
@@ -93,7 +96,9 @@ def call(
         return error
 
     def worthwhile(error: BaseException) -> bool:
-        return isinstance(error, Exception) and not isinstance(error, ConverterError) and verdict(error) is not None
+        if not isinstance(error, Exception) or isinstance(error, ConverterError):
+            return False
+        return certificates.problem(error, what) is None and verdict(error) is not None
 
     def wait(state: RetryCallState) -> float:
         error = failure(state)
@@ -114,6 +119,8 @@ def call(
             reraise=True,
         )(attempt)
     except Exception as error:
+        if not isinstance(error, ConverterError) and (problem := certificates.problem(error, what)) is not None:
+            raise problem from error
         if not worthwhile(error):
             raise
         spent = time.monotonic() - start
