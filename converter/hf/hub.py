@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from converter import retrying
 from converter.errors import ConverterError, RequestError, WorldError
-from converter.hf.files import CONFIG, INDEX, weight_files
+from converter.hf.files import CONFIG, INDEX, reading, weight_files
 from converter.hf.location import HubModel
 from converter.hf.remote import RemoteFile, Server
 from converter.hf.space import check_cache_space
@@ -228,11 +228,8 @@ def _is_right(root: Path, file: RemoteFile, seconds: float) -> bool:
 
 
 def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _configure() -> None:

@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from converter import retrying
-from converter.errors import RequestError, WorldError
+from converter.errors import RequestError
 from converter.hf import bucket, cache, hub
-from converter.hf.files import CONFIG, INDEX, check_small, parse_json, read_small, weight_files, weight_map
+from converter.hf.files import CONFIG, INDEX, check_small, parse_json, read_small, reading, weight_files, weight_map
 from converter.hf.local import LocalFiles, opened
 from converter.hf.location import BucketFolder, Folder, HubModel, parse_location
 from converter.hf.remote import RemoteFile, Server
@@ -210,16 +210,12 @@ def _bucket_source(location: str, folder: BucketFolder, access: Access) -> Sourc
 
 def _folder_identity(folder: Path) -> dict[str, Any]:
     """Names, sizes and times of the files a conversion reads; the folder's own path does not matter."""
-    try:
+    with reading(folder):
         stats = {
             path.name: path.stat()
             for path in sorted(folder.iterdir())
             if path.suffix in (".json", ".safetensors") and path.is_file()
         }
-    except PermissionError as error:
-        raise RequestError(f"{folder} may not be read by this user") from error
-    except OSError as error:
-        raise WorldError(f"{folder} cannot be read: {error.strerror or error}") from error
     return {"files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}}
 
 
@@ -285,10 +281,8 @@ def _source_file(name: str, size: int, known: RemoteFile | None) -> SourceFile:
 
 
 def _opened_folder(root: Path) -> _Opened:
-    try:
+    with reading(root):
         names = frozenset(path.name for path in root.iterdir())
-    except OSError as error:
-        raise WorldError(f"{root} cannot be read: {error.strerror or error}") from error
     return _Opened(
         names, lambda name: str(root / name), lambda name: read_small(root, name), lambda name: opened(root / name)
     )
