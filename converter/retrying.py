@@ -52,11 +52,11 @@ def retry_after(text: str | None) -> float:
         pass
     try:
         when = email.utils.parsedate_to_datetime(text)
-    except ValueError:
+        if when.tzinfo is None:
+            when = when.replace(tzinfo=datetime.UTC)
+        return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())
+    except (ValueError, OverflowError):
         return 0.0
-    if when.tzinfo is None:
-        when = when.replace(tzinfo=datetime.UTC)
-    return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())
 
 
 def one_line(error: BaseException) -> str:

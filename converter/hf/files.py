@@ -62,7 +62,7 @@ def weight_map(content: bytes, label: str) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise RequestError(f"{label} has no weight_map")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", name):
             raise RequestError(f"{label} puts tensor {tensor[:200]!r} into the odd file {str(name)[:200]!r}")
     return weight_map
 

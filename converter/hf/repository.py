@@ -46,6 +46,9 @@ NO_CACHE = "none"
 
 _HEADERS_AT_A_TIME = 8
 
+_MOST_TENSORS = 500_000
+"""Of a repository; several times what the largest published ones have."""
+
 
 @dataclass(frozen=True)
 class Access:
@@ -251,16 +254,30 @@ def open_repository(source: Source) -> Repository:
     tensors: dict[str, StoredTensor] = {}
     sizes = {}
 
+    counts: list[int] = []
+
     def header(name: str) -> dict[str, StoredTensor]:
         sizes[name], read = files.weights(name)
-        return read_header(files.label(name), name, sizes[name], read)
 
-    with ThreadPoolExecutor(_HEADERS_AT_A_TIME if source.root is None else 1) as pool:
+        def unless_too_many(begin: int, end: int) -> bytes:
+            if sum(counts) > _MOST_TENSORS:
+                raise RequestError(f"{source.name} has more tensors than any model: over {_MOST_TENSORS}")
+            return read(begin, end)
+
+        found = read_header(files.label(name), name, sizes[name], unless_too_many)
+        counts.append(len(found))
+        return found
+
+    pool = ThreadPoolExecutor(_HEADERS_AT_A_TIME if source.root is None else 1)
+    try:
         for name, found in zip(names, pool.map(header, names), strict=True):
             for tensor, stored in found.items():
                 if tensor in tensors:
                     raise RequestError(f"tensor {tensor[:200]} is both in {tensors[tensor].file} and in {name}")
                 tensors[tensor] = stored
+    finally:
+        # After the first failure the other headers, of which there may be many, are not wanted.
+        pool.shutdown(cancel_futures=True)
     if index is not None:
         _check_index(weight_map(index, files.label(INDEX)), tensors, files.label(INDEX))
     known = source.server.files if source.server is not None else {}
