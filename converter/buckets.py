@@ -23,6 +23,7 @@ from fsspec.spec import AbstractFileSystem
 
 from converter import certificates, retrying
 from converter.errors import RequestError, WorldError
+from converter.hf.checksums import crc32c, parse_crc32c
 from converter.maxtext.layout import COMMITTED
 
 if TYPE_CHECKING:
@@ -108,14 +109,24 @@ def write(path: object, content: bytes) -> None:
 
 
 def upload(blob: Blob, content: bytes, *, generation: int | None = None) -> None:
-    """One try at writing an object; with `generation`, only over that one, 0 being none."""
+    """One try at writing an object; with `generation`, only over that one, 0 being none.
+
+    The service is told the content's CRC-32C and refuses what arrives as something else; what it says that it has
+    stored is compared as well.
+
+    Raises:
+      ConnectionError: the content was damaged on the way.
+    """
     blob.upload_from_string(
         content,
         content_type="application/octet-stream",
+        checksum="crc32c",
         if_generation_match=generation,
         timeout=TIMEOUT_SECONDS,
         retry=None,
     )
+    if blob.crc32c and parse_crc32c(blob.crc32c) != crc32c(content):
+        raise ConnectionError(f"{blob.name} was damaged on its way into the bucket")
 
 
 def get(path: object) -> Blob | None:
@@ -269,6 +280,9 @@ def _verdict(error: Exception) -> float | None:
     from google.cloud.storage.exceptions import DataCorruption
 
     status = _status(error)
+    if status == 400 and "doesn't match calculated" in str(error):
+        # What arrived has another checksum than what was sent.
+        return 0.0
     if status is not None:
         headers = getattr(getattr(error, "response", None), "headers", {})
         return retrying.retry_after(headers.get("Retry-After")) if retrying.is_transient_status(status) else None
