@@ -5,7 +5,7 @@ Everything but the arrays' data goes through here; TensorStore's own driver move
 operations on objects are used, so that a role without any right on the bucket itself is enough.
 
 Transient failures (408, 429, 5xx, connections that break or stall, names that do not resolve, damaged downloads) are
-tried again, with jitter, until a deadline; all others end the run at once
+tried again until a deadline, as `retrying.py` does it; all others end the run at once
 (https://cloud.google.com/storage/docs/retry-strategy). The client library is imported when it is first needed.
 """
 
@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import functools
 import io
-import logging
 import os
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,14 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fsspec import register_implementation
 from fsspec.spec import AbstractFileSystem
 
+from converter import certificates, retrying
 from converter.errors import RequestError, WorldError
+from converter.hf.checksums import crc32c, parse_crc32c
 from converter.maxtext.layout import COMMITTED
 
 if TYPE_CHECKING:
     from google.cloud.storage import Blob, Client
     from google.cloud.storage import Bucket as ClientBucket
-
-log = logging.getLogger("converter")
 
 T = TypeVar("T")
 
@@ -42,9 +39,6 @@ DEADLINE_SECONDS = 600.0
 
 CLEANING_SECONDS = 15.0
 """The same for cleaning up at the end; a pod has 30 seconds from SIGTERM on (terminationGracePeriodSeconds)."""
-
-FIRST_WAIT_SECONDS = 0.5
-LONGEST_WAIT_SECONDS = 30.0
 
 TENSORSTORE: dict[str, Any] = {
     # Waits of 0.5, 1, 2, 4, 8, 16 and then up to 30 seconds, with jitter: ten minutes and the tries themselves.
@@ -65,8 +59,6 @@ user has set stays."""
 TIMEOUT_SECONDS = 60.0
 """Of one request: to connect, and between bytes of the answer."""
 
-_LOG_SECONDS = 60.0
-
 _THREADS = 8
 """Objects copied or removed at a time; the client library keeps ten connections."""
 
@@ -79,13 +71,14 @@ class Refused(RequestError, PermissionError):  # noqa: N818 - what it is to the 
 
 
 class Unreachable(WorldError, OSError):  # noqa: N818
-    """The bucket did not answer as it should until the deadline."""
+    """The bucket did not answer as it should until the deadline, or is not trusted. To Orbax, a file system's error."""
 
 
 def configure() -> None:
     """Make `gs://` paths work in epath, hence in Orbax."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    certificates.configure()
     for name in ("gs", "gcs"):
         register_implementation(name, _FileSystem, clobber=True)
 
@@ -116,14 +109,24 @@ def write(path: object, content: bytes) -> None:
 
 
 def upload(blob: Blob, content: bytes, *, generation: int | None = None) -> None:
-    """One try at writing an object; with `generation`, only over that one, 0 being none."""
+    """One try at writing an object; with `generation`, only over that one, 0 being none.
+
+    The service is told the content's CRC-32C and refuses what arrives as something else; what it says that it has
+    stored is compared as well.
+
+    Raises:
+      ConnectionError: the content was damaged on the way.
+    """
     blob.upload_from_string(
         content,
         content_type="application/octet-stream",
+        checksum="crc32c",
         if_generation_match=generation,
         timeout=TIMEOUT_SECONDS,
         retry=None,
     )
+    if blob.crc32c and parse_crc32c(blob.crc32c) != crc32c(content):
+        raise ConnectionError(f"{blob.name} was damaged on its way into the bucket")
 
 
 def get(path: object) -> Blob | None:
@@ -214,28 +217,23 @@ def call(bucket: str, ask: Callable[[], T], *, seconds: float | None = None, of:
     Raises:
       FileNotFoundError: no such object.
       Refused: no such bucket, no credentials, or no permission.
-      Unreachable: no success until the deadline.
+      Unreachable: no success until the deadline, or a certificate that is not trusted.
       google.api_core.exceptions.PreconditionFailed: as it is.
     """
     from google.api_core.exceptions import PreconditionFailed
-    from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
     limit = DEADLINE_SECONDS if seconds is None else seconds
     try:
-        return Retrying(
-            retry=retry_if_exception(_is_transient),
-            stop=stop_after_delay(limit),
-            wait=wait_random_exponential(multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
-            before_sleep=lambda state: _tell(bucket, state.outcome.exception() if state.outcome else None, limit),
-            reraise=True,
-        )(ask)
-    except PreconditionFailed:
+        return retrying.call(ask, what=f"{SCHEME}{bucket}", verdict=_verdict, seconds=limit, reason=_reason)
+    except (PreconditionFailed, RequestError):
         raise
+    except WorldError as error:
+        raise Unreachable(str(error)) from error
     except Exception as error:
-        raise _translated(bucket, error, of, limit) from error
+        raise _translated(bucket, error, of) from error
 
 
-def _translated(bucket: str, error: Exception, of: str, limit: float) -> Exception:
+def _translated(bucket: str, error: Exception, of: str) -> Exception:
     from google.auth.exceptions import GoogleAuthError
 
     where = f"{SCHEME}{bucket}"
@@ -244,8 +242,6 @@ def _translated(bucket: str, error: Exception, of: str, limit: float) -> Excepti
         return FileNotFoundError(f"{where}: no such object")
     if status == 404:
         return Refused(f"there is no bucket {where}; make it or give another")
-    if _is_transient(error):
-        return Unreachable(f"{where} did not answer for {limit:.0f} s: {_reason(error)}; try again later")
     if status in (401, 403):
         return Refused(
             f"no permission on {where} (HTTP {status}): its objects must be readable and writable by these "
@@ -276,55 +272,39 @@ def _status(error: BaseException | None) -> int | None:
         return None
 
 
-def _is_transient(error: BaseException) -> bool:
-    """Whether the same request can succeed a moment later."""
+def _verdict(error: Exception) -> float | None:
+    """See `retrying.Verdict`: for what the client library raises."""
     import requests
     import urllib3
     from google.auth.exceptions import RefreshError, TransportError
     from google.cloud.storage.exceptions import DataCorruption
 
     status = _status(error)
+    if status == 400 and "doesn't match calculated" in str(error):
+        # What arrived has another checksum than what was sent.
+        return 0.0
     if status is not None:
-        return status >= 500 or status in (408, 429)
+        headers = getattr(getattr(error, "response", None), "headers", {})
+        return retrying.retry_after(headers.get("Retry-After")) if retrying.is_transient_status(status) else None
     if isinstance(error, RefreshError):
-        return bool(error.retryable)
+        return 0.0 if error.retryable else None
     if isinstance(error, requests.exceptions.InvalidURL | requests.exceptions.MissingSchema):
-        return False
-    return isinstance(
-        error,
-        ConnectionError
-        | TimeoutError
-        | TransportError
-        | DataCorruption
-        | requests.RequestException
-        | urllib3.exceptions.HTTPError,
+        return None
+    transient = (
+        *(ConnectionError, TimeoutError, TransportError, DataCorruption),
+        *(requests.RequestException, urllib3.exceptions.HTTPError),
     )
+    return 0.0 if isinstance(error, transient) else None
 
 
-def _reason(error: BaseException | None) -> str:
+def _reason(error: BaseException) -> str:
     """Why, in one short line without the request's address and headers."""
     status = _status(error)
-    if status is not None:
-        import http.client
+    if status is None:
+        return retrying.one_line(error)
+    import http.client
 
-        return f"HTTP {status} {http.client.responses.get(status, '')}".strip()
-    # requests and urllib3 wrap the reason in representations of each other.
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
-
-
-_told: dict[str, float] = {}
-_told_lock = threading.Lock()
-
-
-def _tell(bucket: str, error: BaseException | None, limit: float) -> None:
-    """Say that something is tried again, once a minute and bucket."""
-    now = time.monotonic()
-    with _told_lock:
-        if now - _told.get(bucket, -_LOG_SECONDS) < _LOG_SECONDS:
-            return
-        _told[bucket] = now
-    log.warning("%s%s fails for now (%s): trying again for up to %.0f s", SCHEME, bucket, _reason(error), limit)
+    return f"HTTP {status} {http.client.responses.get(status, '')}".strip()
 
 
 @functools.lru_cache(maxsize=1)

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from converter.errors import RequestError
 from converter.mapping import Box, Parameter
 from converter.maxtext.chunks import ChunkFormat, chunk_format
 from converter.maxtext.devices import Partition, partition
@@ -101,6 +102,10 @@ class ArrayPlan:
         return (Chunk(self, index) for index in itertools.product(*map(range, self.grid)))
 
 
+_MOST_CHUNKS = 1_000_000
+"""Of one array. An extent that is a large prime number can only be cut into single rows."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a conversion will write.
@@ -151,7 +156,16 @@ def make_plan(
     Args:
       positions: rank of every tensor in the order of the files, so that reading goes forward through them.
       root: how the names of all arrays begin.
+
+    Raises:
+      RequestError: the arrays would be cut in more chunks than can be planned for, let alone stored.
     """
     arrays = [array_plan(parameter, devices, storage, root) for parameter in parameters]
+    for array in arrays:
+        if math.prod(array.grid) > _MOST_CHUNKS:
+            raise RequestError(
+                f"{array.name} of shape {array.shape} would be stored in {math.prod(array.grid)} chunks, each of shape "
+                f"{array.chunk_shape}; give a larger --chunk_byte_size or another number of devices"
+            )
     arrays.sort(key=lambda array: min((positions[piece.tensor] for piece in array.parameter.pieces), default=0))
     return Plan(tuple(arrays), devices, scan, storage)

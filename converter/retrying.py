@@ -2,7 +2,8 @@
 
 Waits grow from half a second to half a minute, with jitter so that many workers do not come back at once; a service
 that says how long to wait (Retry-After) is obeyed. What has not succeeded within the allowed time has failed. The log
-says at most once a minute that something is being tried again, however many threads do so.
+says at most once a minute that something is being tried again, however many threads do so. A certificate that is not
+trusted will not be trusted a moment later, whatever the kind of call.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from converter import certificates
 from converter.errors import ConverterError, WorldError
 
 log = logging.getLogger("converter")
@@ -23,6 +25,8 @@ DEFAULT_SECONDS = 300.0
 """For how long one call is tried again, unless the user says otherwise."""
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
+"""Seconds. TensorStore, which tries again by itself, is given the same (`buckets.TENSORSTORE`)."""
+
 _LOG_SECONDS = 60.0
 
 TRANSIENT_STATUSES = frozenset({408, 425, 429})
@@ -48,23 +52,37 @@ def retry_after(text: str | None) -> float:
         pass
     try:
         when = email.utils.parsedate_to_datetime(text)
-    except ValueError:
+        if when.tzinfo is None:
+            when = when.replace(tzinfo=datetime.UTC)
+        return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())
+    except (ValueError, OverflowError):
         return 0.0
-    if when.tzinfo is None:
-        when = when.replace(tzinfo=datetime.UTC)
-    return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())
 
 
-def call(attempt: Callable[[], T], *, what: str, verdict: Verdict, seconds: float) -> T:
+def one_line(error: BaseException) -> str:
+    """An exception's text on one line of bounded length."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def call(
+    attempt: Callable[[], T],
+    *,
+    what: str,
+    verdict: Verdict,
+    seconds: float,
+    reason: Callable[[BaseException], str] = one_line,
+) -> T:
     """Call until it succeeds, fails for good, or the time is up.
 
     Args:
-      what: for messages, as "reading model.safetensors".
+      what: for messages, as "reading model.safetensors" or the place that does not answer.
       verdict: decides about each failure; errors of this program's own are never tried again.
       seconds: within which the last try begins.
+      reason: a failure in one short line, for messages.
 
     Raises:
-      WorldError: it was worth another try, but the time is up.
+      WorldError: it was worth another try, but the time is up; or the server's certificate is not trusted.
+      RequestError: the user's file of certificates cannot be used.
       Exception: what `attempt` raised and `verdict` called final.
     """
     from tenacity import RetryCallState, Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
@@ -78,7 +96,9 @@ def call(attempt: Callable[[], T], *, what: str, verdict: Verdict, seconds: floa
         return error
 
     def worthwhile(error: BaseException) -> bool:
-        return isinstance(error, Exception) and not isinstance(error, ConverterError) and verdict(error) is not None
+        if not isinstance(error, Exception) or isinstance(error, ConverterError):
+            return False
+        return certificates.problem(error, what) is None and verdict(error) is not None
 
     def wait(state: RetryCallState) -> float:
         error = failure(state)
@@ -87,7 +107,7 @@ def call(attempt: Callable[[], T], *, what: str, verdict: Verdict, seconds: floa
         return max(FIRST_WAIT / 10 + jittered(state), (asked or 0.0) * (1 + jittered(state) / LONGEST_WAIT / 4))
 
     def tell(state: RetryCallState) -> None:
-        _notice(f"{what}: {one_line(failure(state))}; trying again")
+        _notice(f"{what} fails for now ({reason(failure(state))}): trying again for up to {seconds:.0f} s")
 
     start = time.monotonic()
     try:
@@ -99,15 +119,12 @@ def call(attempt: Callable[[], T], *, what: str, verdict: Verdict, seconds: floa
             reraise=True,
         )(attempt)
     except Exception as error:
+        if not isinstance(error, ConverterError) and (problem := certificates.problem(error, what)) is not None:
+            raise problem from error
         if not worthwhile(error):
             raise
         spent = time.monotonic() - start
-        raise WorldError(f"{what} failed: {one_line(error)}; gave up after {spent:.0f} s, try again later") from error
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's text on one line of bounded length."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        raise WorldError(f"{what} failed: {reason(error)}; gave up after {spent:.0f} s, try again later") from error
 
 
 class _Notices:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,9 +24,19 @@ Fault = Callable[[str, str], int | None]
 """(method, path) -> an HTTP status to answer with, 0 to drop the connection, None for no fault."""
 
 
+@functools.lru_cache
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@functools.lru_cache
 def git_sha1(content: bytes) -> str:
     """What git calls a file."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+Answer = tuple[int, dict[str, str], bytes]
+"""Status, headers, body."""
 
 
 @dataclass
@@ -51,6 +62,7 @@ class Hub:
       cut: after how many bytes a download of a large file breaks off; the first `cuts` of them.
       change: what becomes of a body on its way: the path, the body.
       sizes: name -> size that the hub claims for a file.
+      answer: what becomes of an answer on its way, given the path; pieces are sent as they are, and nothing else.
       requests: what it was asked so far.
     """
 
@@ -63,6 +75,7 @@ class Hub:
     cuts: int = 0
     change: Callable[[str, bytes], bytes] | None = None
     sizes: dict[str, int] = field(default_factory=dict)
+    answer: Callable[[str, Answer], Answer | Iterable[bytes]] | None = None
     requests: list[Request] = field(default_factory=list)
     endpoint: str = ""
     storage: str = ""
@@ -79,7 +92,7 @@ class Hub:
         """Downloads (not questions about) a file: for large ones what reached the storage."""
         if not name.endswith(LARGE):
             return [r for r in self.requests if r.method == "GET" and r.path.endswith(f"/{name}")]
-        digests = {hashlib.sha256(files[name]).hexdigest() for files in self.files.values() if name in files}
+        digests = {sha256(files[name]) for files in self.files.values() if name in files}
         return [r for r in self.requests if r.method == "GET" and r.path.removeprefix("/storage/") in digests]
 
 
@@ -125,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
             size = self.hub.sizes.get(name, len(content))
             entry: dict[str, Any] = {"rfilename": name, "size": size, "blobId": git_sha1(content)}
             if name.endswith(LARGE):
-                digest = hashlib.sha256(content).hexdigest()
+                digest = sha256(content)
                 entry["lfs"] = {"sha256": digest, "size": size, "pointerSize": 130}
             siblings.append(entry)
         info = {"id": self.hub.repo, "modelId": self.hub.repo, "sha": commit, "private": False, "siblings": siblings}
@@ -136,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, content in self.hub.files[self.hub.commits[revision]].items():
             entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
             if name.endswith(LARGE):
-                digest = hashlib.sha256(content).hexdigest()
+                digest = sha256(content)
                 entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 130}
             entries.append(entry)
         self._send(200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
@@ -148,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
             code = "EntryNotFound" if commit else "RevisionNotFound"
             self._send(404, b"", {"X-Error-Code": code, **({"X-Repo-Commit": commit} if commit else {})})
             return
-        digest = hashlib.sha256(content).hexdigest()
+        digest = sha256(content)
         headers = {"X-Repo-Commit": commit or "", "Accept-Ranges": "bytes"}
         if name.endswith(LARGE):
             linked = {"X-Linked-Size": str(len(content)), "X-Linked-ETag": f'"{digest}"'}
@@ -159,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stored(self, digest: str) -> None:
         contents = (content for files in self.hub.files.values() for content in files.values())
-        content = next(content for content in contents if hashlib.sha256(content).hexdigest() == digest)
+        content = next(content for content in contents if sha256(content) == digest)
         self._content(content, {"ETag": f'"{digest}"', "Accept-Ranges": "bytes"}, may_cut=True)
 
     def _content(self, content: bytes, headers: dict[str, str], *, may_cut: bool = False) -> None:
@@ -180,10 +193,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, body, headers)
 
     def _send(self, status: int, body: bytes | memoryview, headers: dict[str, str], length: int | None = None) -> None:
+        headers = {"Content-Length": str(len(body) if length is None else length), **headers}
+        if self.hub.answer is not None:
+            answer = self.hub.answer(self.path, (status, headers, bytes(body)))
+            if not isinstance(answer, tuple):
+                self.close_connection = True
+                for part in answer:
+                    self.wfile.write(part)
+                return
+            status, headers, body = answer
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
-        self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

@@ -23,7 +23,7 @@ from checkpoints import DATA, write_tiny
 from faults import Faults, Proxy
 from running import ROOT, Run, command, environment, start_to_maxtext, to_maxtext, to_maxtext_process
 
-from converter import buckets, cli, lease
+from converter import buckets, cli, lease, retrying
 
 SOURCE = DATA / "qwen3" / "hf_bf16"
 ORACLE = json.loads((DATA / "qwen3" / "oracle.json").read_bytes())
@@ -58,8 +58,8 @@ def bucket(server: Server) -> Bucket:
 def _fast(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Talk to the server, and do not wait long between tries."""
     use(server.url, monkeypatch)
-    monkeypatch.setattr(buckets, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(buckets, "LONGEST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(retrying, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(retrying, "LONGEST_WAIT", 0.05)
     retries = {"max_retries": 20, "initial_delay": "10ms", "max_delay": "50ms"}
     monkeypatch.setitem(buckets.TENSORSTORE, "gcs_request_retries", retries)
 
@@ -69,7 +69,7 @@ def use(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in servers.environment(url).items():
         monkeypatch.setenv(name, value)
     buckets._client.cache_clear()
-    buckets._told.clear()
+    monkeypatch.setattr(retrying, "_notices", retrying._Notices())
 
 
 def convert(bucket: Bucket, *words: object) -> Run:

@@ -47,8 +47,8 @@ MARKERS = ("0/commit_success.txt", "0/items/commit_success.txt")
 SETTINGS: dict[str, Any] = {
     "buckets.DEADLINE_SECONDS": 3.0,
     "buckets.CLEANING_SECONDS": 3.0,
-    "buckets.FIRST_WAIT_SECONDS": 0.01,
-    "buckets.LONGEST_WAIT_SECONDS": 0.1,
+    "retrying.FIRST_WAIT": 0.01,
+    "retrying.LONGEST_WAIT": 0.1,
     "buckets.TIMEOUT_SECONDS": 2.0,
     "buckets.TENSORSTORE": {
         "gcs_request_retries": {"max_retries": 12, "initial_delay": "10ms", "max_delay": "100ms"},

@@ -7,22 +7,24 @@ every object). STORAGE_EMULATOR_HOST names another server, without credentials, 
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from converter import retrying
-from converter.errors import ConverterError, RequestError
+from converter.errors import ConverterError, RequestError, WorldError
 from converter.hf.checksums import parse_crc32c
 from converter.hf.location import BucketFolder
-from converter.hf.remote import RemoteFile, Server, verdict
+from converter.hf.remote import RemoteFile, Server, ask
 
 if TYPE_CHECKING:
     import requests
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_only"
-_TIMEOUT = (10.0, 30.0)
 _PAGE = 1000
+_MOST_OBJECTS, _MOST_PAGES = 100_000, 1000
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def find(folder: BucketFolder, *, seconds: float) -> Server:
@@ -35,22 +37,47 @@ def find(folder: BucketFolder, *, seconds: float) -> Server:
     endpoint = _endpoint()
     items = _list(folder, f"{endpoint}/storage/v1/b/{quote(folder.bucket, safe='')}/o", seconds)
     files = {}
-    for item in items:
-        name = item["name"].removeprefix(folder.prefix)
-        if not name or "/" in name:
-            continue
-        media = f"{endpoint}/download/storage/v1/b/{quote(folder.bucket, safe='')}/o/{quote(item['name'], safe='')}"
-        files[name] = RemoteFile(
-            name,
-            int(item["size"]),
-            f"{media}?alt=media&generation={item['generation']}",
-            # Objects encrypted with a customer's key tell none.
-            crc32c=parse_crc32c(item["crc32c"]) if item.get("crc32c") else None,
-            generation=str(item["generation"]),
-        )
+    try:
+        for item in items:
+            if (file := _file(folder, endpoint, item)) is not None:
+                files[file.name] = file
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise WorldError(f"the list of objects in {folder} makes no sense; try again later") from error
     if not files:
         raise RequestError(f"{folder} does not exist or holds no files")
-    return Server(str(folder), files, _session, lambda name, status: _refused(folder, status, name), seconds)
+    return Server(
+        str(folder),
+        files,
+        _session,
+        lambda name, status: _refused(folder, status, name),
+        seconds,
+        # The session authorises whatever it asks for, and the service sends nobody elsewhere.
+        redirects=False,
+    )
+
+
+def _file(folder: BucketFolder, endpoint: str, item: dict[str, Any]) -> RemoteFile | None:
+    """An object as a file, None where it is none of this folder or has a name that no file of ours has.
+
+    Raises:
+      KeyError, TypeError, ValueError, AttributeError: it is not described.
+    """
+    name = item["name"].removeprefix(folder.prefix)
+    if not name or "/" in name or not item["name"].isprintable():
+        return None
+    # It becomes part of a file's name in the cache.
+    generation, size = str(item["generation"]), str(item["size"])
+    if not _NUMBER.fullmatch(generation) or not _NUMBER.fullmatch(size):
+        raise ValueError("no number")
+    media = f"{endpoint}/download/storage/v1/b/{quote(folder.bucket, safe='')}/o/{quote(item['name'], safe='')}"
+    return RemoteFile(
+        name,
+        int(size),
+        f"{media}?alt=media&generation={generation}",
+        # Objects encrypted with a customer's key tell none.
+        crc32c=parse_crc32c(item["crc32c"]) if item.get("crc32c") else None,
+        generation=generation,
+    )
 
 
 def _list(folder: BucketFolder, url: str, seconds: float) -> list[dict[str, Any]]:
@@ -59,7 +86,7 @@ def _list(folder: BucketFolder, url: str, seconds: float) -> list[dict[str, Any]
     items: list[dict[str, Any]] = []
     token: str | None = None
     session = _session()
-    while True:
+    for _ in range(_MOST_PAGES):
         query = {
             "prefix": folder.prefix,
             "delimiter": "/",
@@ -68,38 +95,27 @@ def _list(folder: BucketFolder, url: str, seconds: float) -> list[dict[str, Any]
             **({"pageToken": token} if token else {}),
         }
 
-        def ask(query: dict[str, str] = query) -> dict[str, Any]:
-            response = session.get(url, params=query, timeout=_TIMEOUT)
-            if response.status_code != 200:
-                raise _Answer(response)
-            answer = response.json()
-            if not isinstance(answer, dict):
-                raise OSError("the answer is no list of objects")
-            return answer
-
         try:
-            page = retrying.call(ask, what=f"listing {folder}", verdict=_verdict, seconds=seconds)
-        except _Answer as error:
-            raise _refused(folder, error.status) from None
+            page = ask(
+                session,
+                url,
+                query,
+                what=f"listing {folder}",
+                seconds=seconds,
+                refused=lambda status: _refused(folder, status),
+                redirects=False,
+            )
         except GoogleAuthError as error:
             raise RequestError(f"the credentials for {folder} are no good: {retrying.one_line(error)}") from None
-        items += page.get("items") or []
-        token = page.get("nextPageToken")
+        found, token = page.get("items") or [], page.get("nextPageToken")
+        if not isinstance(found, list) or not isinstance(token, str | None):
+            raise WorldError(f"the list of objects in {folder} makes no sense; try again later")
+        items += found
         if not token:
             return items
-
-
-class _Answer(Exception):  # noqa: N818 - not only errors
-    def __init__(self, response: requests.Response) -> None:
-        super().__init__(f"HTTP {response.status_code}")
-        self.status = response.status_code
-        self.wait = retrying.retry_after(response.headers.get("Retry-After"))
-
-
-def _verdict(error: Exception) -> float | None:
-    if isinstance(error, _Answer):
-        return error.wait if retrying.is_transient_status(error.status) else None
-    return verdict(error)
+        if len(items) > _MOST_OBJECTS:
+            break
+    raise RequestError(f"{folder} holds too many objects to be a model's repository")
 
 
 def _refused(folder: BucketFolder, status: int, name: str | None = None) -> ConverterError:

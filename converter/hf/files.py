@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,38 @@ def weight_map(content: bytes, label: str) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise RequestError(f"{label} has no weight_map")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", name):
             raise RequestError(f"{label} puts tensor {tensor[:200]!r} into the odd file {str(name)[:200]!r}")
     return weight_map
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Tell what the system's errors mean for a file or folder of a source.
+
+    Raises:
+      RequestError: it does not exist, may not be read or is a link to itself.
+      WorldError: it cannot be read.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise RequestError(f"{path} does not exist") from error
+    except PermissionError as error:
+        raise RequestError(f"{path} may not be read by this user") from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise RequestError(f"{path} is a link that leads to itself") from error
+        raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a file; raises as `reading` does, RequestError too for what is no file."""
+    with reading(path):
+        if path.exists() and not path.is_file():
+            # A pipe would be waited for, a device never ends.
+            raise RequestError(f"{path} is no file")
+        return path.stat().st_size
 
 
 def read_small(folder: Path, name: str) -> bytes:
@@ -74,19 +104,9 @@ def read_small(folder: Path, name: str) -> bytes:
       WorldError: it cannot be read.
     """
     path = folder / name
-    try:
-        if not path.is_file() and path.exists():
-            raise RequestError(f"{path} is no file")
-        check_small(path.stat().st_size, str(path))
+    check_small(size_of(path), str(path))
+    with reading(path):
         return path.read_bytes()
-    except FileNotFoundError as error:
-        raise RequestError(f"{path} does not exist") from error
-    except PermissionError as error:
-        raise RequestError(f"{path} may not be read by this user") from error
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise RequestError(f"{path} is a link that leads to itself") from error
-        raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def check_small(size: int, label: str) -> None:

@@ -10,24 +10,29 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
 
-from converter import retrying
+from converter import __version__, retrying
 from converter.errors import ConverterError, RequestError, WorldError
-from converter.hf.files import CONFIG, INDEX, weight_files
+from converter.hf.files import CONFIG, INDEX, reading, weight_files
 from converter.hf.location import HubModel
-from converter.hf.remote import RemoteFile, Server
+from converter.hf.remote import RemoteFile, Server, ask
 from converter.hf.space import check_cache_space
 
 if TYPE_CHECKING:
     import requests
 
 T = TypeVar("T")
+
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def pin(model: HubModel, cache: Cache) -> Pinned:
       WorldError: the network or the hub failed.
     """
     _configure()
-    from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     repo, revision = model.repo, model.revision
     if constants.HF_HUB_OFFLINE:
@@ -82,45 +87,81 @@ def pin(model: HubModel, cache: Cache) -> Pinned:
             ),
         )
         return Pinned(repo, Path(root).name, {}, offline=True)
-    api = HfApi(token=cache.token)
-    info = _try(model, cache.seconds, lambda: api.model_info(repo, revision=revision, files_metadata=True, timeout=30))
-    files = {
-        file.rfilename: RemoteFile(
-            file.rfilename,
-            file.size or 0,
-            hf_hub_url(repo, file.rfilename, revision=info.sha),
-            sha256=file.lfs.sha256 if file.lfs else None,
-            git_sha1=file.blob_id if not file.lfs else None,
-        )
-        for file in info.siblings or []
-    }
-    return Pinned(repo, info.sha, files, offline=False)
+    at = f"/revision/{quote(revision, safe='')}" if revision else ""
+    answer = ask(
+        _session(cache),
+        f"{_endpoint()}api/models/{repo}{at}",
+        {"blobs": "true"},
+        what=f"asking the hub for {repo}",
+        seconds=cache.seconds,
+        refused=lambda status: _refused(status, model),
+    )
+    try:
+        commit = _checked(answer["sha"], _COMMIT)
+        files = {file.name: file for entry in answer.get("siblings") or [] if (file := _file(repo, commit, entry))}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise WorldError(f"the hub's answer about {repo} is none about a model; try again later") from error
+    return Pinned(repo, commit, files, offline=False)
+
+
+def _file(repo: str, commit: str, entry: Mapping[str, Any]) -> RemoteFile | None:
+    """A file as the hub's answer describes it, None where its name is none that could be asked for.
+
+    Raises:
+      KeyError, TypeError, ValueError, AttributeError: it does not describe one.
+    """
+    from huggingface_hub import hf_hub_url
+
+    name, size, large = entry["rfilename"], entry.get("size") or 0, entry.get("lfs")
+    if not name.isprintable():
+        return None
+    if not isinstance(size, int) or not 0 <= size < 1 << 63:
+        raise ValueError("no size")
+    sha256 = _checked(large["sha256"], _SHA256) if large else None
+    git_sha1 = _checked(entry["blobId"], _COMMIT) if not large and entry.get("blobId") else None
+    return RemoteFile(name, size, hf_hub_url(repo, name, revision=commit), sha256=sha256, git_sha1=git_sha1)
+
+
+def _checked(text: str, pattern: re.Pattern[str]) -> str:
+    """Of what becomes part of addresses and of paths."""
+    if not pattern.fullmatch(text):
+        raise ValueError("no digest")
+    return text
 
 
 def server(pinned: Pinned, cache: Cache) -> Server:
     """The pinned files, to be read by ranges."""
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-    def session() -> requests.Session:
-        import requests
-
-        made = requests.Session()
-        headers = build_hf_headers(token=cache.token)
-        authorization = headers.pop("authorization", None)
-        made.headers.update(headers)
-        if authorization is not None:
-
-            def authorise(request: requests.PreparedRequest) -> requests.PreparedRequest:
-                # Only for the hub itself: what it redirects to is signed.
-                if (request.url or "").startswith(_endpoint()):
-                    request.headers["Authorization"] = authorization
-                return request
-
-            made.auth = authorise
-        return made
-
     model = HubModel(pinned.repo, pinned.commit)
-    return Server(pinned.repo, pinned.files, session, lambda name, status: _refused(status, model), cache.seconds)
+    return Server(
+        pinned.repo,
+        pinned.files,
+        lambda: _session(cache),
+        lambda name, status: _refused(status, model),
+        cache.seconds,
+    )
+
+
+def _session(cache: Cache) -> requests.Session:
+    """Shows the token to the hub itself and to nobody else."""
+    import requests
+    from huggingface_hub import constants, get_token
+
+    made = requests.Session()
+    # Not huggingface_hub's headers: making them asks the hub for things of its own.
+    made.headers["User-Agent"] = f"shardpool/{__version__}"
+    token = cache.token or (None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token())
+    if token:
+        if not token.isascii() or not token.isprintable():
+            raise RequestError("the hub's token holds characters that no token has")
+
+        def authorise(request: requests.PreparedRequest) -> requests.PreparedRequest:
+            # What the hub redirects to is signed.
+            if (request.url or "").startswith(_endpoint()):
+                request.headers["Authorization"] = f"Bearer {token}"
+            return request
+
+        made.auth = authorise
+    return made
 
 
 def download(model: HubModel, pinned: Pinned, cache: Cache) -> Path:
@@ -228,11 +269,8 @@ def _is_right(root: Path, file: RemoteFile, seconds: float) -> bool:
 
 
 def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _configure() -> None:

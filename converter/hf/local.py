@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 from collections.abc import Callable
 from pathlib import Path
 
-from converter.errors import RequestError, WorldError
+from converter.hf.files import reading, size_of
 
 _PREFETCH_BYTES = 1 << 20
 """What the kernel surely reads at one request; of a larger one it may read the beginning only."""
@@ -43,11 +42,8 @@ class LocalFiles:
         mapped = self._maps.get(name)
         if mapped is None:
             path = self.root / name
-            try:
-                with path.open("rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-            except OSError as error:
-                raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
+            with reading(path), path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
             mapped = self._maps.setdefault(name, mapped)
         return mapped
 
@@ -61,25 +57,8 @@ def opened(path: Path) -> tuple[int, Callable[[int, int], bytes]]:
     """
 
     def read(begin: int, end: int) -> bytes:
-        try:
-            with path.open("rb") as file:
-                file.seek(begin)
-                return file.read(end - begin)
-        except PermissionError as error:
-            raise RequestError(f"{path} may not be read by this user") from error
-        except OSError as error:
-            raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
+        with reading(path), path.open("rb") as file:
+            file.seek(begin)
+            return file.read(end - begin)
 
-    try:
-        if path.exists() and not path.is_file():
-            # A pipe would be waited for, a device never ends.
-            raise RequestError(f"{path} is no file")
-        return path.stat().st_size, read
-    except FileNotFoundError as error:
-        raise RequestError(f"{path} does not exist") from error
-    except PermissionError as error:
-        raise RequestError(f"{path} may not be read by this user") from error
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise RequestError(f"{path} is a link that leads to itself") from error
-        raise WorldError(f"{path} cannot be read: {error.strerror or error}") from error
+    return size_of(path), read

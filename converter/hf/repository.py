@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from converter import retrying
-from converter.errors import RequestError, WorldError
+from converter.errors import RequestError
 from converter.hf import bucket, cache, hub
-from converter.hf.files import CONFIG, INDEX, check_small, parse_json, read_small, weight_files, weight_map
+from converter.hf.files import CONFIG, INDEX, check_small, parse_json, read_small, reading, weight_files, weight_map
 from converter.hf.local import LocalFiles, opened
 from converter.hf.location import BucketFolder, Folder, HubModel, parse_location
 from converter.hf.remote import RemoteFile, Server
@@ -45,6 +45,9 @@ NO_CACHE = "none"
 """The word for a cache that is none: files are read by ranges, and nothing is kept."""
 
 _HEADERS_AT_A_TIME = 8
+
+_MOST_TENSORS = 500_000
+"""Of a repository; several times what the largest published ones have."""
 
 
 @dataclass(frozen=True)
@@ -210,16 +213,12 @@ def _bucket_source(location: str, folder: BucketFolder, access: Access) -> Sourc
 
 def _folder_identity(folder: Path) -> dict[str, Any]:
     """Names, sizes and times of the files a conversion reads; the folder's own path does not matter."""
-    try:
+    with reading(folder):
         stats = {
             path.name: path.stat()
             for path in sorted(folder.iterdir())
             if path.suffix in (".json", ".safetensors") and path.is_file()
         }
-    except PermissionError as error:
-        raise RequestError(f"{folder} may not be read by this user") from error
-    except OSError as error:
-        raise WorldError(f"{folder} cannot be read: {error.strerror or error}") from error
     return {"files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}}
 
 
@@ -255,16 +254,30 @@ def open_repository(source: Source) -> Repository:
     tensors: dict[str, StoredTensor] = {}
     sizes = {}
 
+    counts: list[int] = []
+
     def header(name: str) -> dict[str, StoredTensor]:
         sizes[name], read = files.weights(name)
-        return read_header(files.label(name), name, sizes[name], read)
 
-    with ThreadPoolExecutor(_HEADERS_AT_A_TIME if source.root is None else 1) as pool:
+        def unless_too_many(begin: int, end: int) -> bytes:
+            if sum(counts) > _MOST_TENSORS:
+                raise RequestError(f"{source.name} has more tensors than any model: over {_MOST_TENSORS}")
+            return read(begin, end)
+
+        found = read_header(files.label(name), name, sizes[name], unless_too_many)
+        counts.append(len(found))
+        return found
+
+    pool = ThreadPoolExecutor(_HEADERS_AT_A_TIME if source.root is None else 1)
+    try:
         for name, found in zip(names, pool.map(header, names), strict=True):
             for tensor, stored in found.items():
                 if tensor in tensors:
                     raise RequestError(f"tensor {tensor[:200]} is both in {tensors[tensor].file} and in {name}")
                 tensors[tensor] = stored
+    finally:
+        # After the first failure the other headers, of which there may be many, are not wanted.
+        pool.shutdown(cancel_futures=True)
     if index is not None:
         _check_index(weight_map(index, files.label(INDEX)), tensors, files.label(INDEX))
     known = source.server.files if source.server is not None else {}
@@ -285,10 +298,8 @@ def _source_file(name: str, size: int, known: RemoteFile | None) -> SourceFile:
 
 
 def _opened_folder(root: Path) -> _Opened:
-    try:
+    with reading(root):
         names = frozenset(path.name for path in root.iterdir())
-    except OSError as error:
-        raise WorldError(f"{root} cannot be read: {error.strerror or error}") from error
     return _Opened(
         names, lambda name: str(root / name), lambda name: read_small(root, name), lambda name: opened(root / name)
     )

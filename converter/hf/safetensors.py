@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,11 @@ from converter.hf.files import check_complexity
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
+
+_SMALL_HEADER_BYTES = 1 << 20
+
+_parsing = threading.Lock()
+"""Headers are read in several threads, but parsed one at a time, and large ones read so too: they take much memory."""
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -57,7 +63,13 @@ def read_header(label: str, name: str, size: int, read: Callable[[int, int], byt
         raise RequestError(f"{label} is no safetensors file: it claims a header of {length} bytes")
     if 8 + length > size:
         raise RequestError(f"{label} is truncated: a header of {length} bytes, a file of {size}; download it again")
-    tensors = _parse(label, name, read(8, 8 + length), 8 + length)
+    if length <= _SMALL_HEADER_BYTES:
+        header = read(8, 8 + length)
+        with _parsing:
+            tensors = _parse(label, name, header, 8 + length)
+    else:
+        with _parsing:
+            tensors = _parse(label, name, read(8, 8 + length), 8 + length)
     _check_coverage(label, tensors, 8 + length, size)
     return tensors
 
