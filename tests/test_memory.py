@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -156,4 +157,32 @@ def test_decoding_takes_little(
     source = write_hole(tmp_path / "hf", name, layers, quantization)
     peak, predicted, chunk = measure(name, source, tmp_path, *words)
     assert peak <= 400e6 + 2.5 * chunk
+    assert peak <= 1.1 * predicted
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """6.2 GB of random weights."""
+    folder = tmp_path_factory.mktemp("memory") / "qwen3-30b-a3b"
+    write_checkpoint(folder, "qwen3-30b-a3b", num_hidden_layers=4)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("words", [(), ("simulated_cpu_devices_count=1",)], ids=["default", "one device"])
+def test_stacked_experts(words: tuple[str, ...], experts: Path, tmp_path: Path) -> None:
+    """The experts of all layers are one array, so that the largest chunk is large: 1.6 GB where nothing is sharded."""
+    peak, predicted, chunk = measure("qwen3-30b-a3b", experts, tmp_path, *words)
+    assert peak <= 400e6 + 2.5 * chunk
+    assert peak <= 1.1 * predicted
+    if not words:
+        assert peak <= 2 << 30
+
+
+def test_smaller_chunks_take_less(tmp_path: Path) -> None:
+    """16 GB in chunks of at most 64 MB."""
+    source = write_hole(tmp_path / "hf", "qwen3-30b-a3b", 12)
+    peak, predicted, chunk = measure("qwen3-30b-a3b", source, tmp_path, "--chunk_byte_size=64MB")
+    assert chunk <= 64e6
+    assert peak <= 700e6
     assert peak <= 1.1 * predicted
