@@ -1,6 +1,7 @@
-"""Converting from the hub by byte ranges against converting from a folder: `python -m benchmarks.sources DIR`.
+"""From the hub by byte ranges, and to a bucket, against from folder to folder: `python -m benchmarks.sources DIR`.
 
-The hub is one on this machine (`benchmarks/hub.py`), which takes its share of the same processors.
+The hub is one on this machine (`benchmarks/hub.py`), which takes its share of the same processors. So does a bucket's
+server that runs here; the environment says where it is, as for a conversion.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model_name", default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("tmp/bench"))
+    parser.add_argument("--bucket", help="gs:// path below which conversions are written, too; what they write stays")
     options = parser.parse_args(argv)
     files = weight_files(options.folder)
     repo = MODELS[options.model_name].models[options.model_name].hub
@@ -39,12 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             "hub by ranges, no spool": ["--cache_dir=none", "--spool_dir=none"],
             "hub by ranges, unscanned": ["--cache_dir=none", "scan_layers=false"],
         }
+        if options.bucket is not None:
+            cases |= {f"{name}, to a bucket": cases[name] for name in ("folder", "hub by ranges")}
         runs: dict[str, list[Run]] = {name: [] for name in cases}
-        for _ in range(options.rounds):
+        for number in range(options.rounds):
             for name, words in cases.items():
                 warm(files)
                 with scratch(options.work) as work:
-                    common = [f"model_name={options.model_name}", f"base_output_directory={work / 'out'}"]
+                    output = f"{options.bucket}/{name.split()[0]}-{number}" if "bucket" in name else work / "out"
+                    common = [f"model_name={options.model_name}", f"base_output_directory={output}"]
                     runs[name].append(run(to_maxtext(*common, *words)))
     finally:
         hub.terminate()
