@@ -73,6 +73,7 @@ class Fork:
         self._said = said
         # Until somebody waits for the process, its id is its own even when it has ended.
         self._descriptor = os.pidfd_open(pid)
+        self.began = time.monotonic()
 
     @property
     def ended(self) -> bool:
@@ -109,6 +110,11 @@ class Fork:
         return Run(code, "", said)
 
 
+def _tuples(value: Any) -> Any:
+    """JSON has none, and lists are no time limits to requests."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _serve() -> None:
     import importlib
 
@@ -138,7 +144,7 @@ def _serve() -> None:
         os.environ.update(request["env"])
         for name, value in request["settings"].items():
             module, _, attribute = name.rpartition(".")
-            setattr(importlib.import_module(f"converter.{module}"), attribute, value)
+            setattr(importlib.import_module(f"converter.{module}"), attribute, _tuples(value))
         code = cli.to_maxtext(request["words"])
         sys.stdout.flush()
         sys.stderr.flush()
