@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +18,8 @@ from converter import termination
 from converter.errors import ConverterError, RequestError, WorldError
 
 SCHEME = "gs://"
+
+_PROBE = ".writable.probe"
 
 
 def parse(key: str, text: str) -> Path:
@@ -117,7 +118,8 @@ def check_writable(directory: Path) -> None:
     if is_remote(directory):
         from converter import buckets
 
-        probe = directory / f".{uuid.uuid4().hex}.probe"
+        # Always the same name: where this run is killed, the next one removes it.
+        probe = directory / _PROBE
 
         def try_it() -> None:
             buckets.write(probe, b"")

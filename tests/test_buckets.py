@@ -430,6 +430,17 @@ def test_sigterm_amid_an_upload(number: int, bucket: Bucket, server: Server, for
     assert bucket.objects() == set()
 
 
+def test_sigkill_while_trying_whether_it_can_be_written(bucket: Bucket, server: Server, forks: Forks) -> None:
+    """The object that this makes goes with the next run."""
+    with held(server, lambda method, _: method == "DELETE", passed=0) as proxy:
+        run = start_held(forks, bucket, proxy)
+        run.send(signal.SIGKILL)
+        run.wait()
+    assert len(bucket.objects()) == 1
+    assert convert(bucket).code == 0
+    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+
+
 @pytest.mark.faults
 def test_sigterm_while_the_bucket_is_gone(
     bucket: Bucket, server: Server, forks: Forks, monkeypatch: pytest.MonkeyPatch
