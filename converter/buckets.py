@@ -266,12 +266,12 @@ def _missing_bucket(error: Exception) -> bool:
 
 
 def _status(error: BaseException | None) -> int | None:
-    """The HTTP status behind an exception of the client library."""
+    """The HTTP status behind an exception of the client library, None where it is no failure's: of damaged content."""
     status = getattr(error, "code", None)
     if status is None:
         status = getattr(getattr(error, "response", None), "status_code", None)
     try:
-        return None if status is None else int(status)
+        return int(status) if status is not None and int(status) >= 400 else None
     except (TypeError, ValueError):
         return None
 
@@ -281,7 +281,7 @@ def _is_transient(error: BaseException) -> bool:
     import requests
     import urllib3
     from google.auth.exceptions import RefreshError, TransportError
-    from google.cloud.storage.exceptions import DataCorruption
+    from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
     status = _status(error)
     if status is not None:
@@ -296,6 +296,7 @@ def _is_transient(error: BaseException) -> bool:
         | TimeoutError
         | TransportError
         | DataCorruption
+        | InvalidResponse
         | requests.RequestException
         | urllib3.exceptions.HTTPError,
     )

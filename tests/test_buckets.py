@@ -309,6 +309,25 @@ def test_transient_faults_are_tried_again(
     assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
 
 
+@pytest.mark.parametrize("fault", ["flip", "truncate"])
+def test_damaged_download_is_tried_again(
+    fault: str, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status says that all is well, its checksum or its length that it is not."""
+    content = bytes(range(256))
+    bucket.put("out/some", content)
+    seen = itertools.count()
+    faults = Faults(**{fault: 1.0}, only=lambda _, address: "alt=media" in address and next(seen) < 3)
+    with Proxy(server.url, faults) as proxy:
+        use(proxy.url, monkeypatch)
+        assert buckets.read(bucket.url("out/some")) == content
+        assert proxy.count(fault) == 3
+        monkeypatch.setattr(buckets, "DEADLINE_SECONDS", 0.5)
+        proxy.faults = Faults(**{fault: 1.0})
+        with pytest.raises(buckets.Unreachable, match="try again later"):
+            buckets.read(bucket.url("out/some"))
+
+
 def test_trying_again_has_an_end(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "DEADLINE_SECONDS", 1.0)
     with Proxy(server.url, Faults(error=1, statuses=(503,))) as proxy:
