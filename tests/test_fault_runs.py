@@ -103,6 +103,8 @@ def test_buckets_with_faults(server: Server, forks: Forks) -> None:
             f"base_output_directory={bucket.url(output)}",
             f"checkpoint_storage_use_ocdbt={ocdbt}",
             f"checkpoint_storage_use_zarr3={zarr3}",
+            # Enough chunks for faults to meet; without OCDBT each is an object.
+            "simulated_cpu_devices_count=4",
         )
         with Proxy(server.url, seeded(seed, lambda address: "alt=media" in address)) as proxy:
             env = {**servers.environment(proxy.url), **environment(seed)}
