@@ -1,7 +1,8 @@
 """Many runs that something breaks: each ends right or fails clean, and what comes next puts everything right.
 
 Every run is a process of its own, forked from one that has imported everything; several run at a time, since most of
-them wait. What a bucket holds is read from the server's folder, past the proxy with the faults.
+them wait. Each has a bucket of its own: to list anything in one, the server looks at all that is in it. What a bucket
+holds is read from the server's folder, past the proxy with the faults.
 """
 
 from __future__ import annotations
@@ -91,16 +92,16 @@ STORAGES = ("true-true", "false-true", "true-false", "false-false")
 
 def test_buckets_with_faults(server: Server, forks: Forks) -> None:
     """Each fails in its own way while a checkpoint is written to it."""
-    bucket = server.make_bucket("faults")
     ended: Counter[int] = Counter()
     met: Counter[str | None] = Counter()
 
     def one(seed: int) -> None:
-        output, folder = f"run-{seed}", bucket.folder / f"run-{seed}"
+        bucket = server.make_bucket(f"faults-{seed}")
+        folder = bucket.folder / "out"
         ocdbt, zarr3 = STORAGES[seed % 4].split("-")
         words = (
             *WORDS,
-            f"base_output_directory={bucket.url(output)}",
+            f"base_output_directory={bucket.url('out')}",
             f"checkpoint_storage_use_ocdbt={ocdbt}",
             f"checkpoint_storage_use_zarr3={zarr3}",
             # Enough chunks for faults to meet; without OCDBT each is an object.
@@ -198,10 +199,15 @@ def test_sources_with_faults(
 @pytest.mark.parametrize("where", ["disk", "bucket"])
 def test_ended_at_any_moment(where: str, number: signal.Signals, server: Server, forks: Forks, tmp_path: Path) -> None:
     """Every other time an older checkpoint is replaced. SIGTERM leaves nothing; after SIGKILL the next run does."""
-    bucket = server.make_bucket(f"{where}-{number.name.lower()}")
     words = [*WORDS, "--threads=1"]
     took: list[float] = []
     ended: Counter[int] = Counter()
+
+    def place(name: str) -> tuple[str, Path]:
+        if where == "disk":
+            return str(tmp_path / name), tmp_path / name
+        bucket = server.make_bucket(name)
+        return bucket.url("out"), bucket.folder / "out"
 
     def run(output: str, *more: str) -> None:
         """A conversion that nobody disturbs."""
@@ -219,10 +225,7 @@ def test_ended_at_any_moment(where: str, number: signal.Signals, server: Server,
 
     def one(seed: int) -> None:
         decide = random.Random(f"{where} {number} {seed}")
-        name = f"end-{seed}"
-        output, folder = (
-            (str(tmp_path / name), tmp_path / name) if where == "disk" else (bucket.url(name), bucket.folder / name)
-        )
+        output, folder = place(f"{number.name.lower()}-{seed}")
         old = {}
         if seed % 2:
             run(output, "scan_layers=false")
@@ -262,7 +265,7 @@ def test_ended_at_any_moment(where: str, number: signal.Signals, server: Server,
 
     # The first may be many times as slow.
     for i in range(3):
-        run(str(tmp_path / f"first-{i}") if where == "disk" else bucket.url(f"first-{i}"))
+        run(place(f"{number.name.lower()}-first-{i}")[0])
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(one, range(MOMENTS)))
     assert sum(ended.values()) - ended[0] > MOMENTS / 4, ended
