@@ -60,7 +60,7 @@ test-slow: setup  ## Run the slow tests (memory, speed of large checkpoints, kil
 
 .PHONY: test-faults
 
-test-faults: setup  ## Run conversions against broken buckets and networks, and kill them at any moment (15 minutes at most)
+test-faults: setup  ## Run conversions against broken buckets and networks, and end them at any moment
 	$(PY) -m pytest -m faults
 
 test-airflow: $(AIRFLOW_VENV)/.dev  ## Run the tests of the Airflow DAG (installs Airflow into .venv-airflow)

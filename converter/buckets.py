@@ -262,12 +262,12 @@ def _missing_bucket(error: Exception) -> bool:
 
 
 def _status(error: BaseException | None) -> int | None:
-    """The HTTP status behind an exception of the client library."""
+    """The HTTP status behind an exception of the client library, None where it is no failure's: of damaged content."""
     status = getattr(error, "code", None)
     if status is None:
         status = getattr(getattr(error, "response", None), "status_code", None)
     try:
-        return None if status is None else int(status)
+        return int(status) if status is not None and int(status) >= 400 else None
     except (TypeError, ValueError):
         return None
 
@@ -277,7 +277,7 @@ def _verdict(error: Exception) -> float | None:
     import requests
     import urllib3
     from google.auth.exceptions import RefreshError, TransportError
-    from google.cloud.storage.exceptions import DataCorruption
+    from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
     status = _status(error)
     if status == 400 and "doesn't match calculated" in str(error):
@@ -291,7 +291,7 @@ def _verdict(error: Exception) -> float | None:
     if isinstance(error, requests.exceptions.InvalidURL | requests.exceptions.MissingSchema):
         return None
     transient = (
-        *(ConnectionError, TimeoutError, TransportError, DataCorruption),
+        *(ConnectionError, TimeoutError, TransportError, DataCorruption, InvalidResponse),
         *(requests.RequestException, urllib3.exceptions.HTTPError),
     )
     return 0.0 if isinstance(error, transient) else None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import logging as absl_logging
 
-from converter import __version__, logs, memory
+from converter import __version__, logs, memory, termination
 from converter.errors import ConverterError, RequestError, Terminated, error_line
 from converter.words import OPTIONS, suggest
 
@@ -76,7 +76,7 @@ def to_maxtext(argv: list[str]) -> int:
 
         gc.freeze()
         gc.enable()
-        signal.signal(signal.SIGTERM, _terminate)
+        termination.install()
         return run_conversion(argv)
 
     return _guarded(run, as_json=logs.wants_json(argv))
@@ -142,7 +142,7 @@ def verify(argv: list[str]) -> int:
     def run() -> int:
         from converter.run import run_verification
 
-        signal.signal(signal.SIGTERM, _terminate)
+        termination.install()
         return run_verification(argv, parse)
 
     return _guarded(run, as_json=logs.wants_json(argv))
@@ -238,9 +238,3 @@ def _end(number: int, frame: FrameType | None) -> None:
     """SIGTERM while there is nothing to clean up; an exception raised amid an import may get lost there."""
     os.write(2, b"converter: ended by SIGTERM; nothing was written\n")
     os._exit(Terminated.exit_code)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    # Once is enough: what cleans up must not be interrupted by an impatient second signal.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from converter import fetching, memory, merging, output, places, report
+from converter import fetching, memory, merging, output, places, report, termination
 from converter.adapters import (
     Uniform,
     adapter_parameters,
@@ -321,7 +320,7 @@ def _write(
     digests = report.Digests()
     stop = threading.Event()
     target = output.target(request.output, overwrite=request.if_exists == "overwrite")
-    hold.begin(target)
+    termination.finish(lambda: hold.begin(target))
     with Meter("converting", plan.nbytes, monitor) as meter:
         writer = Writer(
             planned.schedule,
@@ -367,7 +366,7 @@ def _save(
 ) -> None:
     """Let Orbax save; nothing is written any more when this ends early, unless what was begun is abandoned."""
     others = set(threading.enumerate())
-    # In a thread of its own, so that SIGTERM, which is raised in the main thread, never interrupts Orbax half-way.
+    # In a thread of its own, so that SIGTERM ends the wait and never interrupts Orbax half-way.
     pool = ThreadPoolExecutor(1, thread_name_prefix="save")
     saving = pool.submit(
         save,
@@ -381,11 +380,11 @@ def _save(
     )
     try:
         while not saving.done():
-            # Not for ever at once: a signal that arrives just before the wait begins would only be seen after it.
+            termination.check()
             wait([saving], timeout=0.1)
             hold.check()
         saving.result()
-        _finish_undisturbed()
+        termination.ignore()
     except BaseException as error:
         stop.set()
         wait([saving], timeout=places.stop_seconds(request.output))
@@ -398,7 +397,7 @@ def _save(
         if saving.exception() is None:
             hold.check()
             log.info("the signal came when everything was written: finishing")
-            _finish_undisturbed()
+            termination.ignore()
             return
         for thread in set(threading.enumerate()) - others:
             if thread.name.startswith(_ORBAX_THREADS):
@@ -409,12 +408,6 @@ def _save(
         raise
     finally:
         pool.shutdown(wait=saving.done())
-
-
-def _finish_undisturbed() -> None:
-    """Ignore SIGTERM from here on: what is left takes milliseconds, and the checkpoint is there."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _failure(error: Exception, request: Request) -> Exception:

@@ -37,9 +37,14 @@ class CheckError(ConverterError):
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Not an `Exception`, so that nothing on the way out mistakes it for a failure."""
+    """SIGTERM arrived. Not an `Exception`, so that nothing on the way out mistakes it for a failure.
+
+    Attributes:
+      stuck: what it ended had not come to an end in time.
+    """
 
     exit_code = 143
+    stuck = False
 
 
 _LONGEST_LINE = 2000

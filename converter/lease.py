@@ -44,6 +44,7 @@ class Lease:
         self._owner = uuid.uuid4().hex
         self._bucket, self._name = buckets.split(path)
         self._generation = 0
+        self._unknown = False
         self._renewed = 0.0
         self._taken = False
         self._keep = False
@@ -99,17 +100,22 @@ class Lease:
         blob.metadata = {"owner": self._owner, "who": who, "note": self.note}
         content = json.dumps({"who": who, "renewed": now}).encode()
         began = time.monotonic()
+        self._unknown = True
         try:
             buckets.call(
                 self._bucket, lambda: buckets.upload(blob, content, generation=generation), seconds=seconds, of="bucket"
             )
         except PreconditionFailed:
             found = buckets.get(self.path)
-            if found is None or (found.metadata or {}).get("owner") != self._owner:
+            if not self._is_own(found):
+                self._unknown = False
                 raise
             blob = found
-        self._generation = int(blob.generation)
+        self._generation, self._unknown = int(blob.generation), False
         self._renewed = began
+
+    def _is_own(self, blob: Any) -> bool:
+        return blob is not None and (blob.metadata or {}).get("owner") == self._owner
 
     def _run(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
@@ -156,24 +162,36 @@ class Lease:
         self._keep = True
 
     @property
+    def held(self) -> bool:
+        """Whether it was ever taken."""
+        return bool(self._generation)
+
+    @property
     def kept(self) -> bool:
         """Whether what lies there is no longer this process's to touch."""
         return self._keep or self._taken
 
     def release(self) -> None:
-        """Give it back, or leave it to expire."""
+        """Give it back if it was taken, or leave it to expire."""
         from google.api_core.exceptions import PreconditionFailed
 
         self._stop.set()
+        if self.kept:
+            return
+        blob = buckets._bucket(self._bucket).blob(self._name)
+
+        def delete() -> None:
+            if self._unknown:
+                # A write that nobody has answered may have been done all the same.
+                found = blob.bucket.get_blob(self._name, timeout=10, retry=None)
+                self._generation = int(found.generation) if self._is_own(found) else 0
+            if self._generation:
+                blob.delete(if_generation_match=self._generation, timeout=10, retry=None)
+
         with self._lock:
-            if self.kept:
+            if self.kept or not (self._generation or self._unknown):
                 return
-            blob = buckets._bucket(self._bucket).blob(self._name)
             try:
-                buckets.call(
-                    self._bucket,
-                    lambda: blob.delete(if_generation_match=self._generation, timeout=10, retry=None),
-                    seconds=buckets.CLEANING_SECONDS,
-                )
+                buckets.call(self._bucket, delete, seconds=buckets.CLEANING_SECONDS)
             except (OSError, PreconditionFailed) as error:
                 log.warning("the lease %s was left behind: %s", self.path, error)

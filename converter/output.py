@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converter import places
+from converter import places, termination
 from converter.errors import RequestError, WorldError
 from converter.maxtext.layout import COMMITTED, ITEM, STEP
 
@@ -72,10 +72,13 @@ def looks_like_checkpoint(step: Path) -> bool:
 def opened(directory: Path) -> Iterator[Hold]:
     """Hold `directory`, made if need be, for one converter; clean up what a killed one left, and after a failure.
 
+    Meanwhile signals are raised only by `termination.check` and `termination.finish`.
+
     Raises:
       WorldError: another converter holds it.
     """
-    with _leased(directory) if places.is_remote(directory) else _locked(directory) as hold:
+    # What is taken here must be given back, so a signal is only raised where somebody asks.
+    with termination.deferred(), _leased(directory) if places.is_remote(directory) else _locked(directory) as hold:
         yield hold
 
 
@@ -114,11 +117,11 @@ def _leased(directory: Path) -> Iterator[Hold]:
     from converter.lease import Lease
 
     lease = Lease(directory / _LEASE)
-    lease.acquire()
     buckets.before_write.append(lease.confirm)
     try:
+        termination.finish(lease.acquire)
         if lease.note:
-            _recover(directory, lease.note)
+            termination.finish(lambda: _recover(directory, lease.note))
 
         def begin(target: Path) -> None:
             lease.write_note(target.name)
@@ -127,12 +130,14 @@ def _leased(directory: Path) -> Iterator[Hold]:
                 buckets.remove_tree(target)
 
         yield Hold(begin, lease.check, lease.keep)
-    except BaseException:
-        if not lease.kept and lease.note:
+    except BaseException as error:
+        if getattr(error, "stuck", False):
+            lease.keep()
+        if lease.held and not lease.kept and lease.note:
             try:
                 _remove_unfinished(directory, lease.note, seconds=buckets.CLEANING_SECONDS)
-            except Exception as error:
-                log.warning("what was written to %s is left for the next run to remove: %s", directory, error)
+            except Exception as failure:
+                log.warning("what was written to %s is left for the next run to remove: %s", directory, failure)
                 lease.keep()
         raise
     finally:

@@ -10,14 +10,16 @@ import contextlib
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from converter import termination
 from converter.errors import ConverterError, RequestError, WorldError
 
 SCHEME = "gs://"
+
+_PROBE = ".writable.probe"
 
 
 def parse(key: str, text: str) -> Path:
@@ -116,9 +118,14 @@ def check_writable(directory: Path) -> None:
     if is_remote(directory):
         from converter import buckets
 
-        probe = directory / f".{uuid.uuid4().hex}.probe"
-        buckets.write(probe, b"")
-        buckets.remove(probe)
+        # Always the same name: where this run is killed, the next one removes it.
+        probe = directory / _PROBE
+
+        def try_it() -> None:
+            buckets.write(probe, b"")
+            buckets.remove(probe)
+
+        termination.finish(try_it)
         return
     found = existing_ancestor(directory)
     if not found.is_dir():
@@ -147,7 +154,7 @@ def check_space(directory: Path, needed: int) -> None:
 
 def stop_seconds(directory: Path) -> float | None:
     """How long what writes to a place may take to stop; a bucket that does not answer could take minutes."""
-    return 10.0 if is_remote(directory) else None
+    return termination.FINISH_SECONDS if is_remote(directory) else None
 
 
 def failure(directory: Path, text: str) -> ConverterError | None:
@@ -164,8 +171,11 @@ def failure(directory: Path, text: str) -> ConverterError | None:
         r"|http_response_code=|curl_code=|object metadata|Error (reading|writing|opening|parsing)|\bgcs\b",
         text,
     ):
-        reason = re.sub(r"\[http_response_body=.*?\]", "", text)
-        return WorldError(f"writing to {directory} failed: {reason[:300]}; nothing was kept")
+        # What follows in brackets, as long as the whole request and its answer, may have the status in it.
+        reason = re.sub(r"\s*\[\w+=.*", "", text)
+        status = re.search(r"http_response_code='(\d+)'", text)
+        reason = f"{reason[:300]} (HTTP {status[1]})" if status else reason[:300]
+        return WorldError(f"writing to {directory} failed: {reason}; nothing was kept")
     return None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from converter import memory, output, places
+from converter import memory, output, places, termination
 from converter.adapters import adapter_parameters, adapter_reader, place, uniform
 from converter.copying import boxes, copy_box
 from converter.errors import RequestError, Terminated
@@ -344,7 +344,10 @@ def _content(
 
     pool, waits = ThreadPoolExecutor(workers, thread_name_prefix="compare"), True
     try:
-        results = list(pool.map(compare, blocks))
+        results = []
+        for result in pool.map(compare, blocks):
+            termination.check()
+            results.append(result)
     except Terminated:
         # A bucket that does not answer could hold up the end for minutes; nothing is being written.
         waits = False

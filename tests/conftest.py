@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import buckets
 import jax
 import pytest
+from buckets import Bucket, Server
 from checkpoints import write_tiny
+from forking import Forks
 from running import DEVICES
 
 jax.config.update("jax_platforms", "cpu")
@@ -34,3 +38,26 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[model_name]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A server of buckets."""
+    with buckets.running() as found:
+        yield found
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def bucket(server: Server) -> Bucket:
+    """An empty bucket."""
+    return server.make_bucket(f"bucket-{next(_numbers)}")
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """What starts conversions without their imports."""
+    with Forks(tmp_path_factory.mktemp("said")) as found:
+        yield found

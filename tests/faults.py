@@ -16,7 +16,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,11 +39,12 @@ class Faults:
       lose: the server does what was asked, then the connection is reset instead of the answer.
       reset: the connection is reset in the middle of the answer's body.
       truncate: the connection is closed in the middle of the answer's body, whose headers promise all of it.
-      stall: nothing happens for `stall_seconds` first.
+      stall: nothing happens for `stall_seconds` first, unless the proxy's stalls are ended before.
       flip: one byte of the answer's body is another; the headers, checksums included, are those of the right one.
       flip_sent: one byte of the request's body is another.
       statuses: what `error` answers.
       only: which requests faults may meet, by method and address; None for all.
+      checked: whose answers can be seen to have a wrong byte, by address; no other is flipped.
     """
 
     seed: int = 0
@@ -59,6 +59,7 @@ class Faults:
     stall_seconds: float = 10.0
     statuses: tuple[int, ...] = (500, 502, 503, 504, 429)
     only: Callable[[str, str], bool] | None = None
+    checked: Callable[[str], bool] = lambda _: True
 
     def of(self, method: str, address: str, time_asked: int) -> tuple[str | None, random.Random]:
         """The fault that meets a request asked for the nth time, None for none, and what decides its details."""
@@ -69,18 +70,39 @@ class Faults:
         for name in ("error", "refuse", "lose", "reset", "truncate", "stall", "flip", "flip_sent"):
             left -= getattr(self, name)
             if left < 0:
-                return name, decide
+                return None if name == "flip" and not self.checked(address) else name, decide
         return None, decide
 
 
 NO_FAULTS = Faults()
 
 
+def seeded(seed: int, checked: Callable[[str], bool]) -> Faults:
+    """Faults of one kind or of several, on 1 to 30 % of the requests; some stall for ten seconds; some have no hope.
+
+    A byte is flipped only where the seed has no other faults: a conversion may end there at once.
+    """
+    decide = random.Random(seed)
+    rate = decide.uniform(0.01, 0.3)
+    kinds = ("error", "refuse", "lose", "reset", "truncate")
+    which = decide.random()
+    if which < 0.1:
+        return Faults(seed, error=0.9)
+    if which < 0.2:
+        return Faults(seed, **{kind: rate / len(kinds) for kind in kinds}, stall=0.01, stall_seconds=10.0)
+    if which < 0.6:
+        return Faults(seed, **{kind: rate / len(kinds) for kind in kinds}, stall=0.02, stall_seconds=0.3)
+    return Faults(seed, **{decide.choice((*kinds, "flip")): rate}, checked=checked)
+
+
 class Proxy:
     """Serves what a server does, with faults, while used as a context.
 
+    When it ends, what clients have asked until then is done, but for what stalls, and nothing else ever is: what a
+    killed process has under way reaches the server before that or not at all.
+
     Attributes:
-      faults: may be replaced at any time.
+      faults: may be replaced at any time; requests that stall then go on.
       requests: method, address and fault of every request, in the order they arrived.
     """
 
@@ -89,11 +111,14 @@ class Proxy:
         parts = urlsplit(upstream)
         assert parts.scheme == "http", upstream
         assert parts.hostname is not None, upstream
-        self.faults = faults
+        self._faults = faults
         self.requests: list[tuple[str, str, str | None]] = []
         self._upstream = (parts.hostname, parts.port or 80)
         self._asked: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._go_on = threading.Event()
+        self._ended = False
         proxy = self
 
         class Handler(_Handler):
@@ -111,25 +136,45 @@ class Proxy:
         with self._lock:
             return sum(found is not None and fault in (None, found) for _, _, found in self.requests)
 
+    @property
+    def faults(self) -> Faults:
+        return self._faults
+
+    @faults.setter
+    def faults(self, faults: Faults) -> None:
+        with self._lock:
+            self._faults = faults
+            self._go_on.set()
+            self._go_on = threading.Event()
+
     def __enter__(self) -> Proxy:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
+        with self._lock:
+            self._ended = True
+            for connection in self._connections:
+                # What has arrived can still be read, then comes the end.
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RD)
+            self._go_on.set()
         self._server.server_close()
 
-    def _decide(self, method: str, address: str) -> tuple[str | None, random.Random]:
+    def _decide(self, method: str, address: str) -> tuple[str | None, random.Random, Callable[[], bool]]:
+        """The fault, what decides its details, and what stalls."""
         with self._lock:
             self._asked[method, address] += 1
-            fault, decide = self.faults.of(method, address, self._asked[method, address])
+            fault, decide = self._faults.of(method, address, self._asked[method, address])
             self.requests.append((method, address, fault))
-            return fault, decide
+            go_on, seconds = self._go_on, self._faults.stall_seconds
+            return fault, decide, lambda: go_on.wait(seconds)
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
+    daemon_threads = False
+    block_on_close = True
     request_queue_size = 128
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -147,18 +192,32 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self._connection: http.client.HTTPConnection | None = None
+        with self.owner._lock:
+            self.owner._connections.add(self.request)
+            if self.owner._ended:
+                self.request.shutdown(socket.SHUT_RD)
 
     def finish(self) -> None:
+        with self.owner._lock:
+            self.owner._connections.discard(self.request)
         with contextlib.suppress(OSError):
             super().finish()
         if self._connection is not None:
             self._connection.close()
 
     def do_GET(self) -> None:
-        fault, decide = self.owner._decide(self.command, self.path)
-        body = self._body()
+        fault, decide, stall = self.owner._decide(self.command, self.path)
+        try:
+            body = self._body()
+        except (OSError, ValueError):
+            # The client has gone in the middle of it.
+            self.close_connection = True
+            return
         if fault == "stall":
-            time.sleep(self.owner.faults.stall_seconds)
+            stall()
+            if self.owner._ended:
+                self.close_connection = True
+                return
         if fault == "error":
             self._answer_error(decide.choice(self.owner.faults.statuses))
             return
@@ -184,12 +243,18 @@ class _Handler(BaseHTTPRequestHandler):
         if "chunked" in self.headers.get("Transfer-Encoding", "").lower():
             parts = []
             while size := int(self.rfile.readline().split(b";")[0], 16):
-                parts.append(self.rfile.read(size))
+                parts.append(self._exactly(size))
                 self.rfile.readline()
             while self.rfile.readline().strip():
                 pass
             return b"".join(parts)
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        return self._exactly(int(self.headers.get("Content-Length") or 0))
+
+    def _exactly(self, size: int) -> bytes:
+        content = self.rfile.read(size)
+        if len(content) < size:
+            raise ValueError("a part of a request")
+        return content
 
     def _ask(self, body: bytes) -> http.client.HTTPResponse:
         """The server's answer; a kept connection that it has closed meanwhile is made anew."""

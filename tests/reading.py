@@ -91,6 +91,11 @@ def arrays(step: Path) -> dict[str, Stored]:
     return {name: stored_array(step, name, driver) for name, driver in array_names(step).items()}
 
 
+def digests(step: Path) -> dict[str, str]:
+    """sha256 of every array of a checkpoint, `step` included."""
+    return {name: array.sha256 for name, array in arrays(step).items()}
+
+
 def values(step: Path) -> dict[str, np.ndarray]:
     """Every parameter of a checkpoint, named as below `params.params`."""
     return {name.removeprefix("params.params."): array.values for name, array in arrays(step).items() if name != "step"}

@@ -16,7 +16,7 @@ import hub as stand_in
 import pytest
 from checkpoints import CONFIGS, INDEX, random_tensors, write_folder, write_tiny
 from hub import Hub
-from reading import arrays
+from reading import digests
 from running import Run, convert, files_below, start_to_maxtext, to_maxtext_process
 
 MODEL = "qwen3-0.6b"
@@ -48,10 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the folder itself gives."""
     return digests(convert(MODEL, folder, tmp_path_factory.mktemp("expected") / "out"))
-
-
-def digests(step: Path) -> dict[str, str]:
-    return {name: array.sha256 for name, array in arrays(step).items()}
 
 
 def words(tmp_path: Path) -> list[str]:

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from checkpoints import CONFIGS, Config, random_tensors, write_folder
-from reading import arrays
+from reading import digests
 from running import Run, convert, files_below, start_to_maxtext, to_maxtext
 
 MODEL = "qwen3-8b"
@@ -31,11 +31,6 @@ CONFIG: Config = {
 }
 
 Digests = dict[str, str]
-
-
-def digests(step: Path) -> Digests:
-    """sha256 of every array."""
-    return {name: array.sha256 for name, array in arrays(step).items()}
 
 
 @pytest.fixture(scope="module")

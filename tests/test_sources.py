@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import buckets
 import hub as stand_in
 import pytest
 from buckets import Bucket
@@ -21,7 +20,7 @@ from checkpoints import DATA, write_tiny
 from faults import Faults, Proxy
 from google_crc32c import value as crc32c
 from hub import Hub
-from reading import arrays
+from reading import digests
 from running import ROOT, Run, convert, environment, files_below, start_to_maxtext, to_maxtext_process
 from test_oracles import CASES, Case
 
@@ -41,12 +40,6 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture(scope="module")
-def bucket() -> Iterator[Bucket]:
-    with buckets.running() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards, large enough that reading all of them shows."""
     return write_tiny(tmp_path_factory.mktemp("repository") / "hf", MODEL, shards=2, vocab_size=4096)
@@ -56,10 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the folder itself gives."""
     return digests(convert(MODEL, folder, tmp_path_factory.mktemp("expected") / "out"))
-
-
-def digests(step: Path) -> dict[str, str]:
-    return {name: array.sha256 for name, array in arrays(step).items()}
 
 
 def run(source: object, tmp_path: Path, *words: object, env: dict[str, str]) -> Run:
@@ -431,7 +420,7 @@ def test_bucket_with_pickles_only(bucket: Bucket, folder: Path, tmp_path: Path) 
     bucket.put("pickles/config.json", (folder / "config.json").read_bytes())
     bucket.put("pickles/pytorch_model.bin", b"pickle")
     with Proxy(bucket.server) as proxy:
-        done = run("gs://models/pickles", tmp_path, env=bucket.environment(proxy.url))
+        done = run(bucket.url("pickles"), tmp_path, env=bucket.environment(proxy.url))
         assert not [address for _, address, _ in proxy.requests if "pytorch_model" in address]
     assert done.code == 2, done.stderr
     assert "pickles" in done.errors[0]

@@ -11,15 +11,13 @@ import hashlib
 import json
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-from converter import __version__, retrying
+from converter import __version__, retrying, termination
 from converter.errors import ConverterError, RequestError, WorldError
 from converter.hf.files import CONFIG, INDEX, reading, weight_files
 from converter.hf.location import HubModel
@@ -255,7 +253,7 @@ def _is_right(root: Path, file: RemoteFile, seconds: float) -> bool:
     with contextlib.suppress(OSError):
         if note.read_text() == state:
             return True
-    if _interruptible(lambda: _sha256(path)) != file.sha256:
+    if termination.interruptible(lambda: _sha256(path)) != file.sha256:
         retrying.log.warning("%s has another sha256 than the hub's: removed, to be fetched again", path)
         (root / file.name).unlink(missing_ok=True)
         path.unlink(missing_ok=True)
@@ -307,7 +305,7 @@ def _try(model: HubModel, seconds: float, attempt: Callable[[], T]) -> T:
 
     what = f"asking the hub for {model.repo}"
     try:
-        return retrying.call(lambda: _interruptible(attempt), what=what, verdict=_verdict, seconds=seconds)
+        return retrying.call(lambda: termination.interruptible(attempt), what=what, verdict=_verdict, seconds=seconds)
     except (RequestError, WorldError):
         raise
     except HfHubHTTPError as error:
@@ -340,23 +338,3 @@ def _verdict(error: Exception) -> float | None:
     module = type(error).__module__.split(".")[0]
     transient = isinstance(error, OSError | TimeoutError) or module in ("httpx", "httpx2", "httpcore", "httpcore2")
     return 0.0 if transient else None
-
-
-def _interruptible(call: Callable[[], T]) -> T:
-    """Call in a thread of its own, so that a signal ends the wait at once.
-
-    huggingface_hub waits for its own threads, which may hang in a download, before it lets an exception through.
-    """
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="hub", daemon=True).start()
-    while not result.done():
-        # Not for ever at once: a signal that arrives just before the wait begins would only be seen after it.
-        wait([result], timeout=0.1)
-    return result.result()
