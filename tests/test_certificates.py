@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import buckets
 import hub as stand_in
 import pytest
 from buckets import Bucket
@@ -27,12 +26,6 @@ CERTIFICATES = {
     "known, another host's": ({"host": "example.com"}, "localhost"),
     "known, expired": ({"days": -1}, "certificate has expired"),
 }
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[Bucket]:
-    with buckets.running() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

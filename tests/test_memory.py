@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import buckets
 import pytest
+from buckets import Bucket
 from quantising import write_hole
 from running import environment, to_maxtext_process
 
@@ -128,13 +128,16 @@ def hub(folder: Path, name: str) -> Iterator[str]:
     ],
     ids=["0.6b", "0.6b no spool", "0.6b unscanned", "4b"],
 )
-def test_memory_from_the_hub_to_a_bucket(name: str, words: tuple[str, ...], most: float, tmp_path: Path) -> None:
+def test_memory_from_the_hub_to_a_bucket(
+    name: str, words: tuple[str, ...], most: float, bucket: Bucket, tmp_path: Path
+) -> None:
     source = tmp_path / name
     write_checkpoint(source, name)
-    with hub(source, name) as address, buckets.running() as bucket:
+    with hub(source, name) as address:
         words = (*words, "--cache_dir=none", *([] if "--spool_dir=none" in words else [f"--spool_dir={tmp_path}"]))
         env = {"HF_ENDPOINT": address, **bucket.environment()}
         peak, predicted, chunk = measure(name, None, tmp_path, *words, output=bucket.url("out"), env=env)
+    shutil.rmtree(bucket.folder)
     assert peak <= min(most, 400e6 + 2.5 * chunk)
     assert peak <= 1.1 * predicted
 
