@@ -33,6 +33,8 @@ MARKERS = {f"out/{marker}" for marker in servers.MARKERS}
 def _fast(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Talk to the server, and do not wait long between tries."""
     use(server.url, monkeypatch)
+    # What is told once a minute was told by no test before.
+    monkeypatch.setattr(retrying, "_notices", retrying._Notices())
     monkeypatch.setattr(retrying, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(retrying, "LONGEST_WAIT", 0.05)
     retries = {"max_retries": 20, "initial_delay": "10ms", "max_delay": "50ms"}
