@@ -24,7 +24,7 @@ import hub as stand_in
 import pytest
 from buckets import MARKERS, Server
 from checkpoints import write_tiny
-from faults import Proxy, seeded
+from faults import Faults, Proxy, seeded
 from forking import Forks
 from hub import Hub
 from oracle import SCANNED, UNSCANNED, WORDS
@@ -128,6 +128,31 @@ def test_buckets_with_faults(server: Server, forks: Forks) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(one, range(RUNS)))
     check_endings(ended, met)
+
+
+def test_flipped_bytes_of_a_database(server: Server, forks: Forks) -> None:
+    """What is read back while a checkpoint is written has checksums, or no longer makes sense; whichever byte it is."""
+
+    def one(seed: int) -> int:
+        bucket = server.make_bucket(f"flips-{seed}")
+        began = time.monotonic()
+        faults = Faults(seed, flip=0.2, only=lambda _, address: "alt=media" in address and ".process_0" in address)
+        with Proxy(server.url, faults) as proxy:
+            run = forks.run(
+                *WORDS,
+                f"base_output_directory={bucket.url('out')}",
+                env=servers.environment(proxy.url),
+                settings=SETTINGS,
+            )
+        check_ending(run, seed, began)
+        if run.code == 0:
+            assert digests(bucket.folder / "out" / "0") == SCANNED, seed
+        else:
+            assert bucket.objects() == set(), seed
+        return proxy.count("flip")
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        assert sum(pool.map(one, range(40))) > 20
 
 
 MODEL = "qwen3-0.6b"
