@@ -168,7 +168,7 @@ def failure(directory: Path, text: str) -> ConverterError | None:
         return RequestError(f"the bucket of {directory} is gone (HTTP 404)")
     if re.search(
         r"retry attempts failed|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|DATA_LOSS|checksum"
-        r"|http_response_code=|curl_code=|object metadata|Error (reading|writing|opening|parsing)|\bgcs\b",
+        r"|http_response_code=|curl_code=|object metadata|Error \w+ing\b|gs://|\bgcs\b",
         text,
     ):
         # What follows in brackets, as long as the whole request and its answer, may have the status in it.

@@ -353,6 +353,20 @@ def test_failure_in_the_middle_leaves_nothing(bucket: Bucket, server: Server, mo
     assert bucket.objects() == set()
 
 
+def test_failure_before_the_data_is_no_wait(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orbax's threads wait up to five minutes for each other's signals; none waits for what has failed."""
+    monkeypatch.setattr(buckets, "DEADLINE_SECONDS", 1.0)
+    faults = Faults(error=1, statuses=(503,), only=lambda _, address: re.search("out%2F0%2Fitems(%2F)?[?&]", address))
+    with Proxy(server.url, faults) as proxy:
+        use(proxy.url, monkeypatch)
+        began = time.monotonic()
+        run = convert(bucket)
+        assert time.monotonic() - began < 30
+        assert proxy.count() > 3
+    refused(run, 3, "HTTP 503")
+    assert bucket.objects() == set()
+
+
 def is_data(method: str, address: str) -> bool:
     """Whether a request writes a chunk; without OCDBT each is an object."""
     return method == "POST" and "%2Fc%2F" in address

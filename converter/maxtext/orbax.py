@@ -271,7 +271,9 @@ def save(
         use_compression=storage.compression,
         type_handler_registry=registry,
     )
-    checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler(**{ITEM: handler}))
+    # Otherwise the threads that write wait five minutes for directories whose creation has failed in another thread.
+    options = ocp.CompositeOptions(async_options=ocp.AsyncOptions(create_directories_asynchronously=False))
+    checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler(composite_options=options, **{ITEM: handler}))
     checkpointer.save(
         epath.Path(directory),
         args=ocp.args.Composite(
