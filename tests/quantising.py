@@ -250,11 +250,12 @@ def deepseek4() -> Quantised:
     return eight
 
 
-def write_hole(folder: Path, model_name: str, layers: int, quantization: Mapping[str, Any]) -> Path:
+def write_hole(folder: Path, model_name: str, layers: int, quantization: Mapping[str, Any] | None = None) -> Path:
     """A repository of a published geometry, cut to some layers, whose data are a hole: any size, no disk.
 
-    Its matrices are in E4M3 with a scale for blocks of 128 x 128, or its fused experts in MXFP4.
+    It is in bfloat16, or its matrices in E4M3 with a scale for blocks of 128 x 128, or its fused experts in MXFP4.
     """
+    method = quantization and quantization["quant_method"]
     family = MODELS[model_name]
     config = {
         **family.models[model_name].config,
@@ -264,10 +265,10 @@ def write_hole(folder: Path, model_name: str, layers: int, quantization: Mapping
     }
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, shape in stored_shapes(family, family.fill(config)).items():
-        if quantization["quant_method"] == "fp8" and LINEAR.fullmatch(name):
+        if method == "fp8" and LINEAR.fullmatch(name):
             tensors[name] = ("F8_E4M3", shape)
             tensors[f"{name}_scale_inv"] = ("F32", (-(-shape[0] // 128), -(-shape[1] // 128)))
-        elif quantization["quant_method"] == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+        elif method == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
             experts, columns, rows = shape
             tensors[f"{name}_blocks"] = ("U8", (experts, rows, columns // 32, 16))
             tensors[f"{name}_scales"] = ("U8", (experts, rows, columns // 32))
@@ -281,7 +282,8 @@ def write_hole(folder: Path, model_name: str, layers: int, quantization: Mapping
         position = end
     header = json.dumps(entries).encode()
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": dict(quantization)}))
+    quantized = {} if quantization is None else {"quantization_config": dict(quantization)}
+    (folder / "config.json").write_text(json.dumps({**config, **quantized}))
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + position)
