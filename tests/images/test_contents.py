@@ -1,0 +1,17 @@
+"""The table of what an image is made of counts every file of a package, and none twice."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from containers import ROOT
+
+
+def test_packages_are_what_lies_in_their_folder() -> None:
+    contents = runpy.run_path(str(ROOT / "images" / "contents.py"))
+    environment = Path(sys.prefix)
+    found = contents["packages"](environment)
+    (site,) = environment.glob("lib/python3*/site-packages")
+    assert 0.9 * contents["size"](site) < sum(found.values()) <= contents["size"](site)
