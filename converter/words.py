@@ -113,7 +113,7 @@ OPTIONS: Mapping[str, Option] = {
     "run_name": Option(str, "name of the run (default <model_name>_<time>)"),
     "scan_layers": Option(parse_bool, "stack the layers of a kind into one array", True),
     "param_scan_axis": Option(parse_count, "axis that stacked layers are on", 1),
-    "use_multimodal": Option(parse_bool, "convert the vision tower too", False),
+    "use_multimodal": Option(parse_bool, "convert the vision and audio towers too", False),
     "hf_access_token": Option(str, "token for the hub; better in the environment, HF_TOKEN"),
     "hardware": Option(str, "must be cpu", "cpu"),
     "skip_jax_distributed_system": Option(parse_bool, "must be true", True),

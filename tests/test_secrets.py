@@ -79,7 +79,15 @@ def test_token_of_a_check_is_nowhere(outcome: str, hub: Hub, tmp_path: Path) -> 
     hub.fault = lambda method, path: 403 if outcome == "refused" and not path.startswith("/api/agent") else None
     words = [f"--source={REPO}", f"--cache_dir={tmp_path / 'cache'}", f"--report={tmp_path / 'check.json'}"]
     done = subprocess.run(
-        [sys.executable, "-m", "converter", "verify", str(out), *words, f"--termination_message={tmp_path / 'message'}"],
+        [
+            sys.executable,
+            "-m",
+            "converter",
+            "verify",
+            str(out),
+            *words,
+            f"--termination_message={tmp_path / 'message'}",
+        ],
         env=environment({"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN, **DEBUG}),
         capture_output=True,
         text=True,
