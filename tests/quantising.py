@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from checkpoints import BFLOAT16, DATA, Tensors, write_folder
+from checkpoints import BFLOAT16, DATA, Tensors, write_folder, write_sparse
 from reading import source_tensors
 
 from converter.mapping import stored_shapes
@@ -274,17 +273,5 @@ def write_hole(folder: Path, model_name: str, layers: int, quantization: Mapping
             tensors[f"{name}_scales"] = ("U8", (experts, rows, columns // 32))
         else:
             tensors[name] = ("BF16", shape)
-    sizes = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4}
-    entries, position = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        end = position + math.prod(shape) * sizes[dtype]
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
-        position = end
-    header = json.dumps(entries).encode()
-    folder.mkdir(parents=True)
     quantized = {} if quantization is None else {"quantization_config": dict(quantization)}
-    (folder / "config.json").write_text(json.dumps({**config, **quantized}))
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + position)
-    return folder
+    return write_sparse(folder, {**config, **quantized}, tensors)
