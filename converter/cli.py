@@ -175,7 +175,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise RequestError(f"{message}; see python -m {self.prog} --help")
+        raise RequestError(f"{message}; see {self.prog} --help")
 
     def read(self, args: Sequence[str]) -> argparse.Namespace:
         """The words as a namespace; raises RequestError where they make no sense."""
@@ -190,7 +190,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: str, description: str) -> _Parser:
-    return _Parser(prog=f"converter {command}", description=description, allow_abbrev=False)
+    return _Parser(prog=f"python -m converter {command}", description=description, allow_abbrev=False)
 
 
 def _guarded(run: Callable[[], int], *, as_json: bool = False) -> int:

@@ -21,10 +21,10 @@ def parameter_count(family: Family, name: str) -> int:
     return sum(math.prod(shape) for shape in stored_shapes(family, config).values())
 
 
-def conversions(family: Family) -> list[str]:
-    """The ways in which a family's repositories can be converted."""
+def conversions(family: Family, name: str) -> list[str]:
+    """The ways in which the repository that a name stands for can be converted."""
     scanned = [] if family.unscannable else ["scanned"]
-    return [*scanned, "unscanned", *(["multimodal"] if family.tower else [])]
+    return [*scanned, "unscanned", *(["multimodal"] if family.tower and not family.models[name].text_only else [])]
 
 
 def entries() -> list[dict[str, Any]]:
@@ -35,8 +35,9 @@ def entries() -> list[dict[str, Any]]:
             "hub": model.hub,
             "family": family.name,
             "parameters": parameter_count(family, name),
-            "to_maxtext": conversions(family),
-            "checked": [way for way in conversions(family) if way in family.checked],
+            "to_maxtext": conversions(family, name),
+            "checked": [way for way in conversions(family, name) if way in family.checked],
+            "unscanned_multimodal_only": bool(family.tower and family.tower.scans),
             "to_huggingface": False,
             "maxtext": model.maxtext,
             "note": model.note,
@@ -46,6 +47,13 @@ def entries() -> list[dict[str, Any]]:
     ]
 
 
+def _cell(entry: dict[str, Any], way: str) -> str:
+    if way not in entry["to_maxtext"]:
+        return "-"
+    known = "equal" if way in entry["checked"] else "yes"
+    return f"{known}, unscanned" if way == "multimodal" and entry["unscanned_multimodal_only"] else known
+
+
 def show() -> str:
     """The table."""
     rows = [
@@ -53,10 +61,7 @@ def show() -> str:
             entry["model_name"],
             entry["hub"],
             f"{entry['parameters'] / 1e9:.2f}B",
-            *(
-                "-" if way not in entry["to_maxtext"] else "equal" if way in entry["checked"] else "yes"
-                for way in _WAYS
-            ),
+            *(_cell(entry, way) for way in _WAYS),
             "yes" if entry["to_huggingface"] else "no",
             _MAXTEXT[entry["maxtext"]],
             entry["note"],
@@ -68,7 +73,8 @@ def show() -> str:
         f"{table(header, rows)}\n\n"
         "size: parameters of the text model, tied ones once. back: to Hugging Face.\n"
         "equal: what MaxText's own converter makes of a small model is made here to the bit; yes: derived from\n"
-        "MaxText's model, whose own converter gave nothing to compare with; -: MaxText has no such form.\n"
+        "MaxText's model, whose own converter gave nothing to compare with; -: MaxText, or the repository, has no\n"
+        "such form; unscanned: with its towers MaxText has it unscanned only.\n"
         f"MaxText {MAXTEXT_VERSION}: whether it knows the name and converts it itself.\n"
         "A fine-tune converts under its base model's name with hf_model_path=<folder or hub id>."
     )

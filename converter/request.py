@@ -163,7 +163,7 @@ def make_request(words: Words) -> Request:
     family = MODELS[name]
     _check_environment(values)
     notes = _check_others(words, family)
-    tower = family.tower if values["use_multimodal"] else None
+    tower = family.tower if values["use_multimodal"] and not family.models[name].text_only else None
     if values["use_multimodal"] and tower is None:
         raise RequestError(f"{name} has no vision tower that MaxText holds: drop use_multimodal=true")
     reason = family.unscannable or (tower.scans if tower else "")

@@ -113,7 +113,7 @@ OPTIONS: Mapping[str, Option] = {
     "run_name": Option(str, "name of the run (default <model_name>_<time>)"),
     "scan_layers": Option(parse_bool, "stack the layers of a kind into one array", True),
     "param_scan_axis": Option(parse_count, "axis that stacked layers are on", 1),
-    "use_multimodal": Option(parse_bool, "convert the vision tower too", False),
+    "use_multimodal": Option(parse_bool, "convert the vision and audio towers too", False),
     "hf_access_token": Option(str, "token for the hub; better in the environment, HF_TOKEN"),
     "hardware": Option(str, "must be cpu", "cpu"),
     "skip_jax_distributed_system": Option(parse_bool, "must be true", True),
@@ -131,7 +131,7 @@ OPTIONS: Mapping[str, Option] = {
     "save_dtype": Option(one_of("bfloat16", "float32", "float8_e4m3fn"), "bfloat16 or float32", "bfloat16"),
     "cache_dir": Option(str, "keep remote files there, or none: read byte ranges (default: the hub's cache)", own=True),
     "spool_dir": Option(str, "keep what is read twice there, or none (default: where temporary files are)", own=True),
-    "retry_seconds": Option(parse_seconds, "how long a request that fails is tried again", 300, own=True),
+    "retry_seconds": Option(parse_seconds, "how long a request for the source is tried again", 300, own=True),
     "adapter_layout": Option(
         one_of("maxtext", "converter"), "of an adapter alone: as MaxText restores it, or as its converter saves it",
         "maxtext", own=True,

@@ -24,23 +24,39 @@ def size(folder: Path) -> int:
     return total
 
 
-environment = Path(sys.prefix)
-packages = {}
-for distribution in metadata.distributions(path=[p for p in sys.path if p.startswith(sys.prefix)]):
-    # A package's record has no compiled modules, so count the folders that it names.
-    tops = {str(file).split("/")[0] for file in distribution.files or () if not str(file).startswith("..")}
-    root = Path(str(distribution.locate_file("")))
-    packages[f"{distribution.name} {distribution.version}"] = sum(
-        size(root / top) if (root / top).is_dir() else (root / top).stat().st_size for top in tops
-    )
-large = sorted((name for name in packages if packages[name] >= LEAST), key=lambda name: -packages[name])
-dependencies, converter = size(environment), size(Path("/app"))
-rows = [
-    ("base image and the compiled standard library", size(Path("/")) - dependencies - converter),
-    *((name, packages[name]) for name in large),
-    (f"{len(packages) - len(large)} smaller packages", dependencies - sum(packages[name] for name in large)),
-    ("the converter", converter),
-]
-print("| Part | MB |\n| --- | ---: |")
-for name, nbytes in [*rows, ("**all**", sum(nbytes for _, nbytes in rows))]:
-    print(f"| {name} | {nbytes / 1e6:.1f} |")
+def packages(environment: Path) -> dict[str, int]:
+    """Name and version -> bytes, of the packages installed in an environment."""
+    (site,) = environment.glob("lib/python3*/site-packages")
+    found = {}
+    for distribution in metadata.distributions(path=[str(site)]):
+        files = [site / file for file in distribution.files or () if not str(file).startswith("..")]
+        # A package's record has no compiled modules, so count the folders of its files; not what is above them, which
+        # packages may share, as all of Google's do.
+        folders = {file.parent for file in files} - {site}
+        inside = {each for folder in folders for each in (*folder.iterdir(), *folder.glob("__pycache__/*"))}
+        inside |= {file for file in files if file.parent == site}
+        found[f"{distribution.name} {distribution.version}"] = sum(
+            each.lstat().st_size for each in inside if not each.is_dir()
+        )
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    environment = Path(sys.prefix)
+    found = packages(environment)
+    large = sorted((name for name in found if found[name] >= LEAST), key=lambda name: -found[name])
+    dependencies, converter = size(environment), size(Path("/app"))
+    rows = [
+        ("base image and the compiled standard library", size(Path("/")) - dependencies - converter),
+        *((name, found[name]) for name in large),
+        (f"{len(found) - len(large)} smaller packages", dependencies - sum(found[name] for name in large)),
+        ("the converter", converter),
+    ]
+    print("| Part | MB |\n| --- | ---: |")
+    for name, nbytes in [*rows, ("**all**", sum(nbytes for _, nbytes in rows))]:
+        print(f"| {name} | {nbytes / 1e6:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -100,6 +100,8 @@ def render(request: Request, settings: Settings) -> Manifest:
             f"{model.name} is not supported by this version of the converter yet; "
             "--allow-unsupported renders its Job all the same"
         )
+    if request.source.startswith("gs://") and request.revision:
+        raise RequestError(f"--revision {request.revision}: {request.source} has none; drop it")
     check_run_name(request.run)
     check_image(request.image)
     variants = pick_variants(model, request.variants)
@@ -186,17 +188,20 @@ def _container(spec: Mapping[str, Any]) -> Container:
     )
 
 
-def _source(request: Request) -> tuple[str, str]:
-    """Repository or folder, and revision."""
-    if request.source:
-        return request.source, request.revision
-    return request.model.hub, request.revision or request.model.revision
+def _source(request: Request, flag: str) -> list[str]:
+    """The converter's words for the source, which it takes by this flag."""
+    model = request.model
+    revision = request.revision or ("" if request.source else model.revision)
+    source = request.source or model.hub
+    # Variants and check read a bucket's model once, too. By ranges they would keep stacks of layers at TMPDIR, whose
+    # volume is small.
+    cache = [f"--cache_dir={CACHE}/bucket"] if source.startswith("gs://") else []
+    return [f"--{flag}={source}", *([f"--revision={revision}"] if revision else []), *cache]
 
 
 def _conversion(request: Request, settings: Settings, variant: str, output: str, budget: int) -> list[str]:
     """The converter's words for one variant."""
     model = request.model
-    source, revision = _source(request)
     return [
         "to-maxtext",
         f"model_name={model.name}",
@@ -208,8 +213,7 @@ def _conversion(request: Request, settings: Settings, variant: str, output: str,
         f"checkpoint_storage_use_zarr3={model.storage.zarr3}",
         "hardware=cpu",
         "skip_jax_distributed_system=True",
-        f"--hf_model_path={source}",
-        *([f"--revision={revision}"] if revision else []),
+        *_source(request, "hf_model_path"),
         f"--memory_budget={budget}GiB",
         # The node's cores are all visible in the pod, those it does not get too.
         f"--threads={settings.cpu}",
@@ -221,12 +225,10 @@ def _conversion(request: Request, settings: Settings, variant: str, output: str,
 
 def _check(request: Request, settings: Settings, output: str) -> list[str]:
     """The converter's words for the check of one variant."""
-    source, revision = _source(request)
     return [
         "verify",
         output,
-        f"--source={source}",
-        *([f"--revision={revision}"] if revision else []),
+        *_source(request, "source"),
         f"--model_name={request.model.name}",
         f"--threads={settings.cpu}",
         f"--report={check_report_path(output)}",

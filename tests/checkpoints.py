@@ -132,14 +132,26 @@ def write_tiny(folder: Path, model_name: str, *, shards: int = 1, seed: int = 0,
     return write_folder(folder, config, random_tensors(config, seed=seed), shards)
 
 
-def write_sparse(folder: Path, config: Mapping[str, Any]) -> Path:
-    """Write a repository's folder whose bfloat16 weights are a hole: any size, no disk."""
+SIZES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4}
+"""Bytes of an element, by the names of dtypes in files."""
+
+
+def write_sparse(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None
+) -> Path:
+    """Write a repository's folder whose weights are a hole: any size, no disk.
+
+    Args:
+      tensors: dtype and shape of each, by default those of the configuration in bfloat16.
+    """
+    if tensors is None:
+        tensors = {name: ("BF16", shape) for name, shape in shapes(config).items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     entries, position = {}, 0
-    for name, shape in shapes(config).items():
-        size = math.prod(shape) * 2
-        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + size]}
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * SIZES[dtype]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
         position += size
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from checkpoints import BFLOAT16, DATA, Tensors, write_folder
+from checkpoints import BFLOAT16, DATA, Tensors, write_folder, write_sparse
 from reading import source_tensors
 
 from converter.mapping import stored_shapes
@@ -253,9 +252,9 @@ def deepseek4() -> Quantised:
 def write_hole(folder: Path, model_name: str, layers: int, quantization: Mapping[str, Any] | None = None) -> Path:
     """A repository of a published geometry, cut to some layers, whose data are a hole: any size, no disk.
 
-    Its matrices are in E4M3 with a scale for blocks of 128 x 128, or its fused experts in MXFP4, or all is plain.
+    It is in bfloat16, or its matrices in E4M3 with a scale for blocks of 128 x 128, or its fused experts in MXFP4.
     """
-    method = quantization["quant_method"] if quantization else None
+    method = quantization and quantization["quant_method"]
     family = MODELS[model_name]
     config = {
         **family.models[model_name].config,
@@ -274,18 +273,5 @@ def write_hole(folder: Path, model_name: str, layers: int, quantization: Mapping
             tensors[f"{name}_scales"] = ("U8", (experts, rows, columns // 32))
         else:
             tensors[name] = ("BF16", shape)
-    sizes = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4}
-    entries, position = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        end = position + math.prod(shape) * sizes[dtype]
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
-        position = end
-    header = json.dumps(entries).encode()
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(
-        json.dumps({**config, **({"quantization_config": dict(quantization)} if quantization else {})})
-    )
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + position)
-    return folder
+    quantized = {} if quantization is None else {"quantization_config": dict(quantization)}
+    return write_sparse(folder, {**config, **quantized}, tensors)

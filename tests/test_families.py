@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 from checkpoints import DATA, Tensors, write_folder
 from reading import Stored, arrays, source_tensors
-from running import files_below, to_maxtext
+from running import ROOT, files_below, to_maxtext
 from test_oracles import CASES
 
+from converter.listing import show
 from converter.models import FAMILIES, MODELS
 
 Config = dict[str, Any]
@@ -72,6 +74,30 @@ def test_the_models_table_claims_what_is_compared() -> None:
         if found["words"].get("use_multimodal"):
             ways.add("scanned" if case.scan else "unscanned")
     assert {family.name: set(family.checked) for family in FAMILIES} == compared
+
+
+def test_the_models_table_tells_what_each_repository_has() -> None:
+    lines = {line.split()[0]: re.split(r"\s{2,}", line) for line in show().splitlines() if "/" in line}
+    assert lines.keys() - MODELS.keys() == set()
+    ways = {name: cells[3:7] for name, cells in lines.items()}
+    assert ways["gemma3-4b"] == ["equal", "equal", "equal", "no"]
+    # The one size that is text only.
+    assert ways["gemma3-1b"] == ["equal", "equal", "-", "no"]
+    assert ways["qwen3-vl-2b"] == ["equal", "equal", "equal, unscanned", "no"]
+    assert ways["qwen3-vl-30b-a3b"] == ["yes", "equal", "equal, unscanned", "no"]
+    assert ways["gemma4-e2b"] == ["-", "equal", "-", "no"]
+    assert ways["deepseek3.2-671b"] == ["yes", "yes", "-", "no"]
+
+
+def test_families_stay_tables() -> None:
+    """All of them together take at most a quarter of the 4,300 lines of MaxText's param_mapping.py."""
+    files = (ROOT / "converter" / "families").glob("*.py")
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 4300 // 4
+
+
+def test_a_repository_without_its_familys_tower(tmp_path: Path) -> None:
+    found = refused(DATA / "gemma3" / "hf_bf16", tmp_path / "out", "model_name=gemma3-1b", "use_multimodal=true")
+    assert "no vision tower" in found
 
 
 def _renamed(tensors: Tensors, *names: tuple[str, str]) -> Tensors:

@@ -143,6 +143,40 @@ def test_memory_from_the_hub_to_a_bucket(
 
 
 @pytest.mark.parametrize(
+    ("name", "layers", "words", "most"),
+    [
+        ("qwen3-30b-a3b", 12, ("--chunk_byte_size=64MB",), 700e6),
+        ("deepseek3-671b", 4, ("--chunk_byte_size=256MB",), 2**31),
+    ],
+    ids=["12 layers, small chunks", "larger than the machine"],
+)
+def test_experts_take_little(name: str, layers: int, words: tuple[str, ...], most: float, tmp_path: Path) -> None:
+    """Stacks of experts and layers at full width: 16 and 30 GB, each stack larger than what may be used."""
+    source = write_hole(tmp_path / "hf", name, layers)
+    peak, predicted, chunk = measure(name, source, tmp_path, *words)
+    assert peak <= min(most, 400e6 + 2.5 * chunk)
+    assert peak <= 1.1 * predicted
+
+
+@pytest.mark.parametrize(
+    "quantization", [None, {"quant_method": "fp8", "weight_block_size": [128, 128]}], ids=["bfloat16", "fp8"]
+)
+def test_plan_of_all_of_deepseek3(quantization: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Its memory is stated, and within the promise."""
+    source = write_hole(tmp_path / "hf", "deepseek3-671b", 61, quantization)
+    planned = to_maxtext_process(
+        "model_name=deepseek3-671b", f"base_output_directory={tmp_path / 'out'}", f"hf_model_path={source}",
+        "--chunk_byte_size=256MB", "--dry_run",
+    )  # fmt: skip
+    assert planned.code == 0, planned.stderr
+    chunk = plan_figure(planned.stdout, r"largest chunk: ([\d,]+)")
+    assert plan_figure(planned.stdout, r"predicted peak memory \(anonymous\): ([\d,]+)") <= 400e6 + 2.5 * chunk
+    assert chunk <= 256e6
+    # 671 billion parameters (arXiv 2412.19437), two bytes each.
+    assert plan_figure(planned.stdout, r"32 arrays, ([\d,]+) bytes") >= 2 * 671e9
+
+
+@pytest.mark.parametrize(
     "words", [(), ("scan_layers=false",), ("--threads=8",), ("save_dtype=float32",)], ids=lambda words: " ".join(words)
 )
 @pytest.mark.parametrize(
@@ -180,12 +214,3 @@ def test_stacked_experts(words: tuple[str, ...], experts: Path, tmp_path: Path) 
     assert peak <= 1.1 * predicted
     if not words:
         assert peak <= 2 << 30
-
-
-def test_smaller_chunks_take_less(tmp_path: Path) -> None:
-    """16 GB in chunks of at most 64 MB."""
-    source = write_hole(tmp_path / "hf", "qwen3-30b-a3b", 12)
-    peak, predicted, chunk = measure("qwen3-30b-a3b", source, tmp_path, "--chunk_byte_size=64MB")
-    assert chunk <= 64e6
-    assert peak <= 700e6
-    assert peak <= 1.1 * predicted

@@ -15,6 +15,7 @@ from quantising import (
     E4M3,
     E8M0,
     FLOAT32,
+    LINEAR,
     Quantised,
     deepseek4,
     dequantised_eight_bits,
@@ -77,6 +78,10 @@ SOURCES: Mapping[str, Callable[[], Quantised]] = {
         source("mixtral"), {**fp8((1, 1)), "weight_block_size": None}, (0, 0), INVERSE, BFLOAT16, scale_shape=()
     ),
     "fp8-fused": lambda: eight_bits(fused(source("qwen3-moe")), fp8((24, 24)), (24, 24), "{}_scale_inv"),
+    "fp8-qwen3.5": lambda: eight_bits(
+        ("qwen3.5-35b-a3b-fp8", *source("qwen3.5")[1:]), fp8((32, 32)), (32, 32), "{}_scale_inv", BFLOAT16,
+        chosen=lambda name: LINEAR.fullmatch(name) or name.endswith(("in_proj_qkv.weight", "in_proj_z.weight")),
+    ),
     "channels": lambda: eight_bits(source("qwen3-moe"), compressed("channel"), (1, 0), SCALE),
     "channels-bfloat16": lambda: eight_bits(
         source("mixtral"), compressed("channel"), (1, 0), SCALE, BFLOAT16, through=True
@@ -99,10 +104,10 @@ def quantised() -> Callable[[str], Quantised]:
     def get(kind: str) -> Quantised:
         if kind not in made:
             made[kind] = SOURCES[kind]()
-            if kind == "fp8-fused":
+            if kind in ("fp8-fused", "fp8-qwen3.5"):
                 # Without ".weight" in the codes' names the scales of the others have it.
                 for name in list(made[kind].tensors):
-                    if name.endswith("_proj_scale_inv") and ".experts." not in name:
+                    if name.endswith("_scale_inv") and ".experts." not in name:
                         tensors = made[kind].tensors
                         tensors[name.replace("_scale_inv", ".weight_scale_inv")] = tensors.pop(name)
         return made[kind]

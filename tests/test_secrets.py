@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import hub as stand_in
 import pytest
 from checkpoints import write_tiny
 from hub import Hub
-from running import to_maxtext_process
+from running import convert, environment, to_maxtext_process
 
 MODEL = "qwen3-0.6b"
 REPO = "Qwen/Qwen3-0.6B"
@@ -67,3 +69,32 @@ def test_token_is_nowhere(way: str, outcome: str, cache: str, hub: Hub, tmp_path
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
     if way == "word":
         assert "can be read by others" in run.stderr
+
+
+@pytest.mark.parametrize("outcome", ["equal", "refused"])
+def test_token_of_a_check_is_nowhere(outcome: str, hub: Hub, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", MODEL)
+    hub.add(folder, "main")
+    out = convert(MODEL, folder, tmp_path / "out")
+    hub.fault = lambda method, path: 403 if outcome == "refused" and not path.startswith("/api/agent") else None
+    words = [f"--source={REPO}", f"--cache_dir={tmp_path / 'cache'}", f"--report={tmp_path / 'check.json'}"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "converter",
+            "verify",
+            str(out),
+            *words,
+            f"--termination_message={tmp_path / 'message'}",
+        ],
+        env=environment({"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN, **DEBUG}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == (0 if outcome == "equal" else 2), done.stderr
+    assert any(request.authorization == f"Bearer {TOKEN}" for request in hub.requests)
+    assert TOKEN not in done.stdout + done.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]

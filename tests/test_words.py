@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from checkpoints import (
@@ -20,7 +21,7 @@ from checkpoints import (
     write_tiny,
 )
 from reading import array_names, arrays, source_tensors, step_metadata, values
-from running import ROOT, Run, convert, files_below, to_maxtext, to_maxtext_process
+from running import DEVICES, ROOT, Run, convert, files_below, to_maxtext, to_maxtext_process
 
 Tiny = Callable[[str], Path]
 
@@ -272,6 +273,7 @@ def test_device_counts(devices: int, tiny: Tiny) -> None:
 
 
 def test_running_jax_with_other_devices_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    assert len(jax.devices()) == DEVICES
     run = to_maxtext(
         "model_name=qwen3-0.6b",
         f"base_output_directory={tmp_path / 'out'}",

@@ -5,20 +5,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "jobs"), str(Path(__file__).parents[2])]
+pytest.register_assert_rewrite("flows")
+
+from commands import jobs  # noqa: E402, F401 - a fixture
 
 # Pulumi's and Airflow's environments lack one of these.
 if not all(importlib.util.find_spec(name) for name in ("kmock", "kubernetes")):
     collect_ignore_glob = ["test_*.py"]
-
-
-@pytest.fixture
-def jobs(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `python -m jobs ...` in this process."""
-    from commands import runner
-
-    return runner(capsys)

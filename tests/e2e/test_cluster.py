@@ -18,13 +18,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import flows
 import pytest
 from commands import Command
+from flows import *  # noqa: F403 - its tests are run here
 from flows import World
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
@@ -128,6 +128,24 @@ class Cluster:
         }
         self.core.patch_namespaced_pod_status(pod.metadata.name, self.namespace, {"status": status})
 
+    @contextmanager
+    def quota(self, cpus: str) -> Iterator[None]:
+        """Another quota of CPUs for the queue, until the context ends."""
+        name = next(each["metadata"]["name"] for each in self.objects if each["kind"] == "ClusterQueue")
+        queue = self.custom.get_cluster_custom_object(_KUEUE, "v1beta2", "clusterqueues", name)
+        before = copy.deepcopy(queue["spec"]["resourceGroups"])
+        queue["spec"]["resourceGroups"][0]["flavors"][0]["resources"][0]["nominalQuota"] = cpus
+
+        def patch(groups: Any) -> None:
+            body = {"spec": {"resourceGroups": groups}}
+            self.custom.patch_cluster_custom_object(_KUEUE, "v1beta2", "clusterqueues", name, body)
+
+        patch(queue["spec"]["resourceGroups"])
+        try:
+            yield
+        finally:
+            patch(before)
+
     def _create(self, thing: dict[str, Any]) -> None:
         kind, name = thing["kind"], thing["metadata"]["name"]
         if kind == "Namespace":
@@ -213,51 +231,10 @@ def world(cluster: Cluster, jobs: Command, tmp_path: Path) -> Iterator[World]:
     # Nothing of a bucket is read: what this machine may read there is not the cluster's business.
     (tmp_path / "out").mkdir()
     output = ("--output-root", str(tmp_path / "out"), "--output-claim", "results")
-    yield World(jobs, (*words, *output), NODES, cluster.finish, 180)
+    yield World(jobs, (*words, *output), NODES, cluster.finish, cluster.quota, 180)
     for job in cluster.batch.list_namespaced_job(cluster.namespace).items:
         with suppress(ApiException):
             cluster.batch.delete_namespaced_job(job.metadata.name, cluster.namespace, propagation_policy="Background")
     for pod in cluster.core.list_namespaced_pod(cluster.namespace).items:
         with suppress(ApiException):
             cluster.core.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=0)
-
-
-def test_as_many_run_as_there_are_nodes(world: World) -> None:
-    flows.as_many_run_as_there_are_nodes(world)
-
-
-def test_a_wrong_queue_waits_and_says_why(world: World) -> None:
-    flows.a_wrong_queue_waits_and_says_why(world)
-
-
-def test_a_wrong_namespace_is_refused(world: World) -> None:
-    flows.a_wrong_namespace_is_refused(world)
-
-
-def test_more_than_the_quota_waits_and_says_why(world: World, cluster: Cluster) -> None:
-    name = next(each["metadata"]["name"] for each in cluster.objects if each["kind"] == "ClusterQueue")
-    queue = cluster.custom.get_cluster_custom_object(_KUEUE, "v1beta2", "clusterqueues", name)
-    before = copy.deepcopy(queue["spec"]["resourceGroups"])
-    queue["spec"]["resourceGroups"][0]["flavors"][0]["resources"][0]["nominalQuota"] = "60"
-
-    def patch(groups: Any) -> None:
-        body = {"spec": {"resourceGroups": groups}}
-        cluster.custom.patch_cluster_custom_object(_KUEUE, "v1beta2", "clusterqueues", name, body)
-
-    patch(queue["spec"]["resourceGroups"])
-    try:
-        flows.more_than_the_quota_waits_and_says_why(world, "c3-highmem-176")
-    finally:
-        patch(before)
-
-
-def test_the_same_request_is_submitted_once(world: World) -> None:
-    flows.the_same_request_is_submitted_once(world)
-
-
-def test_a_job_is_followed_to_its_end(world: World) -> None:
-    flows.a_job_is_followed_to_its_end(world)
-
-
-def test_cancelling_leaves_nothing(world: World) -> None:
-    flows.cancelling_leaves_nothing(world)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+import pytest
 
 IMAGE = "us-docker.pkg.dev/acme/images/converter@sha256:" + "0" * 64
 RUN = "conv-20260813T123008"
@@ -30,8 +31,9 @@ class Ran:
 Command = Callable[..., Ran]
 
 
-def runner(capsys: Any) -> Command:
-    """Runs `python -m jobs ...` in this process, its output taken by pytest's `capsys`."""
+@pytest.fixture
+def jobs(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `python -m jobs ...` in this process."""
     from jobs.cli import main
 
     def run(*words: str) -> Ran:

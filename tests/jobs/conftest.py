@@ -15,6 +15,9 @@ if not all(importlib.util.find_spec(name) for name in ("kmock", "kubernetes_vali
     collect_ignore_glob = ["test_*.py"]
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+pytest.register_assert_rewrite("flows")
+
+from commands import jobs  # noqa: E402, F401 - a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +27,6 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-
-
-@pytest.fixture
-def jobs(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `python -m jobs ...` in this process."""
-    from commands import runner
-
-    return runner(capsys)
 
 
 @pytest.fixture

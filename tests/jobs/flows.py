@@ -1,6 +1,7 @@
 """What must work on every cluster: the same flows run against the stand-in here and against real ones in tests/e2e.
 
-Each takes a `World`, which says how to run a command and how to make things happen to a Job's pod.
+Each takes a `World`, which says how to run a command and how to make things happen to a Job's pod; the module that
+imports the tests has a fixture of that name.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ class World:
       base: words that lead to the cluster and its namespace.
       nodes: Jobs that run at once.
       finish: makes a Job's pod end well.
+      quota: gives the queue another quota of CPUs for as long as the context lasts.
       seconds: that the cluster may take to react.
     """
 
@@ -36,6 +39,7 @@ class World:
     base: tuple[str, ...]
     nodes: int
     finish: Callable[[str], None]
+    quota: Callable[[str], AbstractContextManager[None]]
     seconds: float
 
     def run(self, *words: str) -> Ran:
@@ -63,7 +67,7 @@ class World:
             time.sleep(min(1.0, self.seconds / 50))
 
 
-def as_many_run_as_there_are_nodes(world: World) -> None:
+def test_as_many_run_as_there_are_nodes(world: World) -> None:
     """Of two Jobs more than nodes two wait with Kueue's reason, the rest has a node each, one's end admits the next."""
     runs = [f"many-{number:02}" for number in range(world.nodes + 2)]
     for run in runs:
@@ -89,27 +93,28 @@ def as_many_run_as_there_are_nodes(world: World) -> None:
     assert waiting[1] not in world.status()
 
 
-def a_wrong_queue_waits_and_says_why(world: World) -> None:
+def test_a_wrong_queue_waits_and_says_why(world: World) -> None:
     assert world.submit("wrong-queue", "--queue", "nowhere").code == 0
     status = world.until(lambda found: NO_QUEUE in found["wrong-queue"]["reason"])
     assert status["wrong-queue"]["state"] == "queued"
     assert "nowhere" in status["wrong-queue"]["reason"]
 
 
-def a_wrong_namespace_is_refused(world: World) -> None:
+def test_a_wrong_namespace_is_refused(world: World) -> None:
     ran = world.submit("wrong-namespace", "--namespace", "no-such-namespace")
     assert ran.code == 2
     assert "no-such-namespace" in ran.error
 
 
-def more_than_the_quota_waits_and_says_why(world: World, machine_type: str) -> None:
+def test_more_than_the_quota_waits_and_says_why(world: World) -> None:
     """A pod for a machine larger than the whole queue."""
-    assert world.submit("too-large", "--machine-type", machine_type).code == 0
-    status = world.until(lambda found: TOO_LARGE in found["too-large"]["reason"])
-    assert status["too-large"]["state"] == "queued"
+    with world.quota("60"):
+        assert world.submit("too-large", "--machine-type", "c3-highmem-176").code == 0
+        status = world.until(lambda found: TOO_LARGE in found["too-large"]["reason"])
+        assert status["too-large"]["state"] == "queued"
 
 
-def the_same_request_is_submitted_once(world: World) -> None:
+def test_the_same_request_is_submitted_once(world: World) -> None:
     first = world.submit("twice")
     assert first.code == 0
     assert "created" in first.out
@@ -123,7 +128,7 @@ def the_same_request_is_submitted_once(world: World) -> None:
     assert "cancel" in other.error
 
 
-def a_job_is_followed_to_its_end(world: World) -> None:
+def test_a_job_is_followed_to_its_end(world: World) -> None:
     assert world.submit("end").code == 0
     job = world.until(lambda found: bool(found["end"]["node"]), "--run-name", "end")["end"]["job"]
     late = world.run("wait", MODEL, "--run-name", "end", "--timeout", "0.2", "--interval", "0.1")
@@ -135,7 +140,7 @@ def a_job_is_followed_to_its_end(world: World) -> None:
     assert "checked" in ran.out
 
 
-def cancelling_leaves_nothing(world: World) -> None:
+def test_cancelling_leaves_nothing(world: World) -> None:
     assert world.submit("gone").code == 0
     assert world.run("cancel", MODEL, "--run-name", "gone").code == 0
     world.until(lambda found: not found, "--run-name", "gone")

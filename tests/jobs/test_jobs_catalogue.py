@@ -46,15 +46,14 @@ def test_repository_and_size_are_the_converters(name: str) -> None:
     assert model.hub == MXFP4.get(name, family.models[name].hub)
     counted = parameter_count(family, name)
     # What the rules of the text model do not read, towers above all, is in the repository too.
-    beside = bool(family.tower or family.beside) and name != "gemma3-1b"
+    beside = bool(family.tower or family.beside) and not family.models[name].text_only
     assert counted <= model.parameters <= counted * (1.25 if beside else 1)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_what_can_be_is_what_the_converter_says_and_all_of_it_is_written(name: str) -> None:
     model, family = catalogue()[name], MODELS[name]
-    # The one size of Gemma 3 that is published without a tower.
-    assert model.tower == bool(family.tower and name != "gemma3-1b")
+    assert model.tower == bool(family.tower and not family.models[name].text_only)
     scan = "never" if family.unscannable else "text" if family.tower and family.tower.scans else "always"
     assert model.scan == scan
     if model.nightly:

@@ -7,14 +7,15 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import flows
 import kmock
 import pytest
 import standin
 from commands import IMAGE, Command
+from flows import *  # noqa: F403 - its tests are run here
 from flows import MODEL, World
 from standin import Server
 
@@ -41,37 +42,13 @@ def world(serving: tuple[Server, Path], jobs: Command, tmp_path: Path) -> World:
     def finish(job: str) -> None:
         server.end(job, "check", 0)
 
-    return World(jobs, (*words, *output), 10, finish, 5)
+    @contextmanager
+    def quota(cpus: str) -> Iterator[None]:
+        (group,) = server.cluster_queues["shardpool-prod-conversion"]["spec"]["resourceGroups"]
+        group["flavors"][0]["resources"][0]["nominalQuota"] = cpus
+        yield
 
-
-def test_as_many_run_as_there_are_nodes(world: World) -> None:
-    flows.as_many_run_as_there_are_nodes(world)
-
-
-def test_a_wrong_queue_waits_and_says_why(world: World) -> None:
-    flows.a_wrong_queue_waits_and_says_why(world)
-
-
-def test_a_wrong_namespace_is_refused(world: World) -> None:
-    flows.a_wrong_namespace_is_refused(world)
-
-
-def test_more_than_the_quota_waits_and_says_why(world: World, server: Server) -> None:
-    (group,) = server.cluster_queues["shardpool-prod-conversion"]["spec"]["resourceGroups"]
-    group["flavors"][0]["resources"][0]["nominalQuota"] = "60"
-    flows.more_than_the_quota_waits_and_says_why(world, "c3-highmem-176")
-
-
-def test_the_same_request_is_submitted_once(world: World) -> None:
-    flows.the_same_request_is_submitted_once(world)
-
-
-def test_a_job_is_followed_to_its_end(world: World) -> None:
-    flows.a_job_is_followed_to_its_end(world)
-
-
-def test_cancelling_leaves_nothing(world: World) -> None:
-    flows.cancelling_leaves_nothing(world)
+    return World(jobs, (*words, *output), 10, finish, quota, 5)
 
 
 def test_nothing_is_made_before_the_server_has_taken_all(world: World, server: Server) -> None:

@@ -47,6 +47,7 @@ def words(**changes: str) -> list[str]:
         (["qwen3-4b", *words(machine_type="n2-highmem-128")], "n2-highmem-64"),
         (["qwen3-4b", *words(priority="urgent")], "--priority"),
         (["qwen3-4b", "qwen3-8b", *words(source="acme/x")], "name one"),
+        (["qwen3-4b", *words(source="gs://acme/x", revision="v1")], "has none"),
         (["qwen3-4b", *words(stack_outputs="/nope")], "pulumi stack output --json"),
         (["qwen3-4b", "--imagine", "x", *words()], "unrecognized arguments"),
         (["llama3.1-405b", *words()], "diskSizeGb"),

@@ -288,6 +288,18 @@ def test_a_fine_tune_is_converted_under_its_base_models_name() -> None:
     assert {"--source=acme/Llama-tuned", "--revision=v2"} <= set(check.args)
 
 
+def test_a_model_in_a_bucket_is_read_into_the_volume_of_the_cache() -> None:
+    """Once for all containers. Ranges would go to TMPDIR, whose volume a stack of layers does not fit."""
+    job = of("llama3.1-70b", source="gs://acme/llama-tuned")
+    *conversions, check = containers(job)
+    words = [parse_words(list(container.args[1:])).values for container in conversions]
+    assert {each["hf_model_path"] for each in words} == {"gs://acme/llama-tuned"}
+    (cache,) = {each["cache_dir"] for each in words}
+    assert {"--source=gs://acme/llama-tuned", f"--cache_dir={cache}"} <= set(check.args)
+    assert all(container.mounts["/cache"] == "cache" for container in containers(job))
+    assert cache.startswith("/cache/")
+
+
 def test_the_cache_is_memory_while_all_fits_and_the_budget_what_is_left() -> None:
     def cache(job: dict[str, Any]) -> dict[str, Any]:
         volume: dict[str, Any] = next(each for each in pod_of(job)["volumes"] if each["name"] == "cache")["emptyDir"]

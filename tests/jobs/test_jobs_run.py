@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import buckets
 from commands import IMAGE, RUN
 
 from jobs.catalogue import catalogue
@@ -21,21 +22,26 @@ MODEL = "qwen3-0.6b"
 MESSAGE = "/dev/termination-log"
 
 
-def run(container: Container, volumes: Path) -> tuple[int, dict[str, object]]:
+def run(container: Container, volumes: Path, extra: Mapping[str, str] | None = None) -> tuple[int, dict[str, object]]:
     """Run a container's words with its environment, its volumes under `volumes`; its exit code and message."""
     message = volumes / "termination-log"
     message.unlink(missing_ok=True)
-    env = {}
-    for name, value in container.env.items():
-        mount = max((each for each in container.mounts if f"{value}/".startswith(f"{each}/")), key=len)
-        path = volumes / container.mounts[mount] / value[len(mount) :].strip("/")
+
+    def outside(path: str) -> str:
+        mount = max((each for each in container.mounts if f"{path}/".startswith(f"{each}/")), key=len)
         (volumes / container.mounts[mount]).mkdir(exist_ok=True)
-        env[name] = str(path)
+        return str(volumes / container.mounts[mount] / path[len(mount) :].strip("/"))
+
+    env = {name: outside(value) for name, value in container.env.items()}
     words = [word.replace(MESSAGE, str(message)) for word in container.args]
+    for at, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag == "--cache_dir":
+            words[at] = f"{flag}={outside(value)}"
     done = subprocess.run(
         [sys.executable, "-m", "converter", *words],
         cwd=ROOT,
-        env={**env, "PATH": os.environ["PATH"]},
+        env={**env, "PATH": os.environ["PATH"], **(extra or {})},
         capture_output=True,
         text=True,
         timeout=120,
@@ -70,6 +76,23 @@ def test_a_pod_runs_to_its_end_and_its_replacement_goes_on(tiny: Callable[[str],
     assert checked["differences"] == []
     for output in outputs(job).values():
         assert (Path(output) / "0" / "items").is_dir()
+
+
+def test_a_model_in_a_bucket_is_downloaded_once(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    settings = make(None, Overrides(output_root=str(tmp_path / "out"), output_claim="results"))
+    with buckets.running() as bucket:
+        bucket.add(tiny(MODEL), "model")
+        job = render(Request(catalogue()[MODEL], RUN, IMAGE, source=bucket.url("model")), settings)
+        size = (tiny(MODEL) / "model.safetensors").stat().st_size
+        ended, copies = [], set()
+        for container in containers(job):
+            code, message = run(container, tmp_path, bucket.environment())
+            ended.append((code, message["result"]))
+            files = [path.stat() for path in (tmp_path / "cache").rglob("*")]
+            copies |= {file.st_ino for file in files if file.st_size == size}
+    assert ended == [(0, "converted"), (0, "converted"), (0, "equal")]
+    assert len(copies) == 1
 
 
 def test_a_source_that_is_not_there_fails_the_job_for_good(tmp_path: Path) -> None:
