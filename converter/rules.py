@@ -187,12 +187,14 @@ class Model:
       maxtext: what MaxText 0.2.5 has under this name: "converter" (it converts it too), "model" (a model
         configuration only), or "" (nothing: its load command spells the geometry out).
       note: what a user of this name should know.
+      text_only: the repository has no tower, though its family's others have one.
     """
 
     hub: str
     config: Mapping[str, Any]
     maxtext: str = ""
     note: str = ""
+    text_only: bool = False
 
 
 @dataclass(frozen=True)
