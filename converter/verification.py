@@ -174,7 +174,11 @@ def _expectation(
         opened = open_adapter(locate_adapter(adapter, revision=None, access=access).fetch())
         if alone:
             return _adapter_expectation(
-                stored, base_config(check.source, revision=check.revision, access=access), opened, name
+                stored,
+                base_config(check.source, revision=check.revision, access=access),
+                opened,
+                name,
+                converted if isinstance(converted := record.get("base_num_decoder_layers"), int) else None,
             )
     located = locate(check.source, revision=check.revision, access=access)
     with phases.phase("download"):
@@ -190,18 +194,31 @@ def _expectation(
 
 
 def _adapter_expectation(
-    stored: Mapping[str, StoredArray], config: Mapping[str, Any], adapter: Adapter, name: str | None
+    stored: Mapping[str, StoredArray],
+    config: Mapping[str, Any],
+    adapter: Adapter,
+    name: str | None,
+    maxtext_layers: int | None,
 ) -> _Expectation:
-    """What a checkpoint of an adapter alone should hold: scanned or not, whichever comes nearer to what it does."""
+    """What a checkpoint of an adapter alone should hold: scanned or not, whichever comes nearer to what it does.
+
+    Args:
+      maxtext_layers: decoder layers that were converted, as MaxText counts them; None for all.
+    """
     family = _family(name, config)
-    filled = check_architecture(family, name or family.name, {**config, "quantization_config": None}, multimodal=False)
-    geometry = Geometry(filled, int(filled["vocab_size"]), int(filled[family.stacks[0].layers]))
+    tower = family.tower
+    multimodal = tower is not None and any(f".{tower.target}" in f".{array}" for array in stored)
+    filled = check_architecture(
+        family, name or family.name, {**config, "quantization_config": None}, multimodal=multimodal
+    )
+    layers = maxtext_layers * family.merged if maxtext_layers else int(filled[family.stacks[0].layers])
+    geometry = Geometry(filled, int(filled["vocab_size"]), layers, multimodal)
     settings = uniform(adapter)
     lora = [array for array in stored.values() if array.name.endswith(".value")]
     nested = lora[0].name.startswith(ROOT + PARAMS)
-    made = []
+    made, refused = [], None
     for scan, axis in ((True, 1), (True, 0), (False, 1)):
-        with contextlib.suppress(RequestError):
+        try:
             made.append(
                 adapter_parameters(
                     family,
@@ -213,6 +230,10 @@ def _adapter_expectation(
                     scan_axis=axis,
                 )
             )
+        except RequestError as error:
+            refused = error
+    if refused is not None and not made:
+        raise refused
     if not nested:
         made = [
             [replace(parameter, path=parameter.path.removeprefix(PARAMS)) for parameter in parameters]

@@ -835,3 +835,66 @@ def test_damaged_on_its_way_into_the_hubs_cache(tmp_path: Path) -> None:
     assert run.code == 0, run.stderr
     assert damaged
     assert found_in(tmp_path / "o", "adapter", "my-lora") == wanted_of("adapter")
+
+
+# Adapters of towers
+
+
+def adapter_of(folder: Path, module: str, shape: tuple[int, ...]) -> Path:
+    """A PEFT folder that adapts one linear layer of that shape, with rank 2."""
+    generator, name = np.random.default_rng(3), f"base_model.model.{module}.lora_"
+    a, b = generator.standard_normal((2, shape[1])), generator.standard_normal((shape[0], 2))
+    tensors = {f"{name}A.weight": a.astype(np.float32), f"{name}B.weight": b.astype(np.float32)}
+    return write_adapter(folder, {"peft_type": "LORA", "r": 2, "lora_alpha": 4}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "kernel"),
+    [
+        ("qwen3-vl", "model.visual.blocks.0.mlp.linear_fc1", "vision_encoder.Qwen3VLVisionEncoder_0.blocks_0.mlp"),
+        ("gemma3-mm", "vision_tower.encoder.layers.0.mlp.fc1", "MlpBlockViT_0.Dense_0"),
+    ],
+)
+def test_of_a_tower(family: str, module: str, kernel: str, tmp_path: Path) -> None:
+    """A tower's matrices are [out, in] too; MaxText's kernels, hence A and B, are the other way round."""
+    base = DATA / family / "hf_bf16"
+    shape = source_tensors(base / "model.safetensors")[f"{module}.weight"].shape
+    adapter = adapter_of(tmp_path / "adapter", module, shape)
+    name = json.loads((DATA / family / "oracle.json").read_bytes())["model_name"]
+    words = [f"model_name={name}", f"hf_model_path={base}", f"hf_lora_adapter_path={adapter}", "scan_layers=false"]
+    words += ["--save_dtype=float32", f"base_output_directory={tmp_path / 'out'}"]
+    refused = to_maxtext(*words)
+    assert refused.code == 2
+    assert "give use_multimodal=true" in refused.errors[0]
+    run = to_maxtext(*words, "use_multimodal=true")
+    assert run.code == 0, run.stderr
+    step = tmp_path / "out" / name / "adapter" / "0"
+    stored = source_tensors(adapter / "adapter_model.safetensors")
+    found = {name: array.values for name, array in arrays(step).items() if "lora" in name}
+    assert len(found) == 2
+    for side in "ab":
+        (at,) = (name for name in found if name.endswith(f"kernel_lora_{side}.value"))
+        assert kernel in at
+        wanted = stored[f"base_model.model.{module}.lora_{side.upper()}.weight"].T
+        assert np.array_equal(found[at], wanted)
+    assert verify(step, "--source", base, "--hf_lora_adapter_path", adapter) == 0
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_verify_of_fewer_layers(scan: bool, tmp_path: Path) -> None:
+    adapter = DATA / "lora-qwen3" / "adapter_f32"
+    run = alone("qwen3", adapter, tmp_path, f"scan_layers={scan}", "base_num_decoder_layers=2")
+    assert run.code == 0, run.stderr
+    step = step_of("qwen3", adapter, tmp_path)
+    assert verify(step, "--source", DATA / "qwen3" / "hf_f32", "--hf_lora_adapter_path", adapter) == 0
+
+
+def test_verify_against_another_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = DATA / "lora-qwen3" / "adapter_f32"
+    assert alone("qwen3", adapter, tmp_path).code == 0
+    (tmp_path / "base").mkdir()
+    config = json.loads((DATA / "qwen3" / "hf_f32" / "config.json").read_bytes())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "hidden_size": 48}))
+    step = step_of("qwen3", adapter, tmp_path)
+    assert verify(step, "--source", tmp_path / "base", "--hf_lora_adapter_path", adapter) == 2
+    assert "another model" in capsys.readouterr().err
