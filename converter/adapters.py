@@ -70,7 +70,11 @@ def place(
         wanted = module + _WEIGHT
         name = next((name for name in _alternatives(family, wanted, held) if name in shapes), None)
         if name is None:
-            raise RequestError(f"the adapter of {module[:200]} has no place in {family.name}: it has no {wanted[:200]}")
+            beside = not geometry.multimodal and any(re.fullmatch(pattern, wanted) for pattern in family.beside)
+            hint = "; give use_multimodal=true" if family.tower and beside else ""
+            raise RequestError(
+                f"the adapter of {module[:200]} has no place in {family.name}: it has no {wanted[:200]}{hint}"
+            )
         if shapes[name] != (pair.outputs, pair.inputs):
             raise RequestError(
                 f"the adapter of {module[:200]} is for [{pair.outputs}, {pair.inputs}], the base has "

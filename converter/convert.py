@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from converter.adapters import (
 )
 from converter.command import load_command, restore_command
 from converter.errors import ConverterError, RequestError, WorldError
-from converter.fetching import Reads, plan_reads, reading_ahead
+from converter.fetching import Reads, adapter_held, plan_reads, reading_ahead
 from converter.geometry import check_tensors, make_geometry
 from converter.hf.adapter import Adapter, base_config, locate_adapter, open_adapter
 from converter.hf.quantised import Weights, open_weights
@@ -121,9 +122,10 @@ class _Sources:
         return {"base": base, "adapter": self.adapter.identity}
 
     def fetch(self, *, dry_run: bool) -> _Sources:
-        """The same with their files here; of a model only headers are needed for a plan."""
+        """The same with their files here, if they are to be; only headers are needed for a plan."""
         model = self.model and (self.model.streamed() if dry_run else self.model.fetch())
-        return _Sources(model, self.adapter and self.adapter.fetch(), self.config)
+        adapter = self.adapter and (self.adapter.streamed() if dry_run else self.adapter.fetch())
+        return _Sources(model, adapter, self.config)
 
 
 def _locate(request: Request) -> _Sources:
@@ -175,7 +177,11 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
         show_plan(planned.plan, planned.schedule, expected_stored(planned.plan), planned.reads)
         return Outcome("planned", planned.plan.nbytes, None)
     places.check_space(request.output, expected_stored(planned.plan))
-    with output.opened(request.output) as hold:
+    with contextlib.ExitStack() as held:
+        if planned.adapter is not None:
+            with phases.phase("download"):
+                held.enter_context(adapter_held(planned.adapter.repository, request.spool, request.threads))
+        hold = held.enter_context(output.opened(request.output))
         _write(request, planned, fingerprint, monitor, phases, hold)
     return Outcome("converted", planned.plan.nbytes, planned.command)
 
@@ -239,7 +245,7 @@ def _plan_adapter(request: Request, adapter: Adapter, config: Mapping[str, Any])
         weights,
         plan,
         schedule,
-        None,
+        plan_reads(weights, schedule, (), request.spool),
         adapter_reader(box_reader(weights), settings.factors),
         frozenset(),
         None,

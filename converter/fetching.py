@@ -11,6 +11,7 @@ from pathlib import Path
 from converter.errors import WorldError
 from converter.hf.ahead import Segment
 from converter.hf.quantised import Weights
+from converter.hf.repository import Repository
 from converter.hf.safetensors import StoredTensor
 from converter.hf.spool import free_bytes
 from converter.plan import ArrayPlan
@@ -195,15 +196,38 @@ def tensors_held(weights: Weights, names: Iterable[str], spool: Path | None, thr
     Raises:
       WorldError: the source is remote, and there is no room on disk for them.
     """
-    remote = weights.repository.remote
+    tensors = [tensor for name in dict.fromkeys(names) for tensor in weights.stored(name)]
+    with _held(weights.repository, tensors, spool, threads, "comparing with a source"):
+        yield
+
+
+@contextlib.contextmanager
+def adapter_held(adapter: Repository, spool: Path | None, threads: int) -> Iterator[None]:
+    """Have the matrices of an adapter that is merged at hand for as long as the block lasts, checked.
+
+    Every box of the base that is read needs much of them again.
+
+    Raises:
+      WorldError: the adapter is remote, and there is no room on disk for it, or it came damaged.
+    """
+    with _held(adapter, list(adapter.tensors.values()), spool, threads, "merging an adapter"):
+        if adapter.remote is not None:
+            adapter.remote.check()
+        yield
+
+
+@contextlib.contextmanager
+def _held(
+    repository: Repository, tensors: list[StoredTensor], spool: Path | None, threads: int, what: str
+) -> Iterator[None]:
+    remote = repository.remote
     if remote is None:
         yield
         return
-    tensors = [tensor for name in dict.fromkeys(names) for tensor in weights.stored(name)]
     needed = sum(tensor.nbytes for tensor in tensors)
     if spool is None or free_bytes(spool) < needed:
         raise WorldError(
-            f"comparing with a source that is read over the network takes {needed / 1e9:.2f} GB of disk at a time: "
+            f"{what} that is read over the network takes {needed / 1e9:.2f} GB of disk at a time: "
             "give --spool_dir=FOLDER with that, or --cache_dir=FOLDER with all of it"
         )
     with remote.held([*map(_range, tensors)], spool, connections(threads)):

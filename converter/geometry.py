@@ -64,10 +64,17 @@ def check_architecture(family: Family, name: str, config: Mapping[str, Any], *, 
         raise RequestError(f"config.json lacks or spoils a size that others follow from: {error}") from None
     _, stacks = family.parts(multimodal=multimodal)
     for stack in stacks:
+        section = stack.layers.rpartition(".")[0]
+        if section and section not in filled:
+            raise RequestError(
+                f"config.json has no {section}: the repository holds the text model alone; drop use_multimodal=true"
+            )
         _check_size(stack.layers, filled.get(stack.layers), _MAX_LAYERS)
     names = {name for rule in used_rules(family, filled, multimodal=multimodal) for name in rule.names}
     for key in sorted(family.dims[name] for name in names):
-        _check_size(key, filled.get(key))
+        if filled.get(key) is None:
+            raise RequestError(f"config.json has no {key}, which {name} needs; is it another model?")
+        _check_size(key, filled[key])
     return filled
 
 

@@ -144,7 +144,7 @@ def verification(findings: Findings, *, seconds: Mapping[str, float], peak: Usag
         {
             "version": VERSION,
             "checkpoint": str(findings.checkpoint.items),
-            "source": source_entry(findings.repository),
+            **_sources(findings.repository, findings.adapter),
             "versions": versions(),
             **findings.entry(),
             "seconds": _seconds_entry(seconds),

@@ -44,6 +44,8 @@ def partition_text(partition: Partition | None) -> str:
 def _sources(array: ArrayPlan) -> str:
     names = [piece.tensor for piece in array.parameter.pieces]
     distinct = list(dict.fromkeys(names))
+    if not distinct:
+        return "constant"
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]} .. {distinct[-1]} ({len(distinct)})"
 
 

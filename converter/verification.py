@@ -22,7 +22,7 @@ from converter import memory, output, places, termination
 from converter.adapters import adapter_parameters, adapter_reader, place, uniform
 from converter.copying import boxes, copy_box
 from converter.errors import RequestError, Terminated
-from converter.fetching import tensors_held
+from converter.fetching import adapter_held, tensors_held
 from converter.geometry import check_architecture
 from converter.hf.adapter import Adapter, base_config, locate_adapter, open_adapter
 from converter.hf.quantised import Weights, open_weights
@@ -90,8 +90,10 @@ class Findings:
     """What a check found.
 
     Attributes:
+      repository: the model, or the adapter that the checkpoint holds alone.
       arrays: how many the checkpoint should hold.
       nbytes: of the arrays that were compared.
+      adapter: that is merged, None for none.
     """
 
     checkpoint: Checkpoint
@@ -99,6 +101,7 @@ class Findings:
     arrays: int
     nbytes: int
     differences: tuple[Difference, ...]
+    adapter: Repository | None
 
     def entry(self) -> dict[str, Any]:
         """For programs."""
@@ -125,13 +128,15 @@ def verify(check: Check, monitor: memory.Monitor, phases: Phases) -> Findings:
     wrong = {difference.name for difference in differences}
     comparable = [parameter for parameter in expected.parameters if root + parameter.path not in wrong]
     total = sum(stored[root + parameter.path].nbytes for parameter in comparable)
-    with phases.phase("compare"), Meter("verifying", total, monitor) as meter:
+    with contextlib.ExitStack() as held, phases.phase("compare"), Meter("verifying", total, monitor) as meter:
+        if expected.adapter is not None:
+            held.enter_context(adapter_held(expected.adapter, check.spool, count))
         for parameter in comparable:
             with tensors_held(weights, [piece.tensor for piece in parameter.pieces], check.spool, count):
                 differences += _content(checkpoint, stored[root + parameter.path], parameter, read, count, meter)
         if repository.remote is not None:
             repository.remote.check()
-    return Findings(checkpoint, repository, len(expected.parameters), total, tuple(differences))
+    return Findings(checkpoint, repository, len(expected.parameters), total, tuple(differences), expected.adapter)
 
 
 @dataclass(frozen=True)
@@ -141,12 +146,14 @@ class _Expectation:
     Attributes:
       weights: what is read.
       root: how the names of its arrays begin.
+      adapter: that is merged, None for none.
     """
 
     weights: Weights
     parameters: list[Parameter]
     read: ReadBox
     root: str
+    adapter: Repository | None = None
 
 
 def _expectation(
@@ -167,7 +174,11 @@ def _expectation(
         opened = open_adapter(locate_adapter(adapter, revision=None, access=access).fetch())
         if alone:
             return _adapter_expectation(
-                stored, base_config(check.source, revision=check.revision, access=access), opened, name
+                stored,
+                base_config(check.source, revision=check.revision, access=access),
+                opened,
+                name,
+                converted if isinstance(converted := record.get("base_num_decoder_layers"), int) else None,
             )
     located = locate(check.source, revision=check.revision, access=access)
     with phases.phase("download"):
@@ -176,24 +187,38 @@ def _expectation(
     family = _family(name, repository.config)
     weights, geometry, expected = _parameters(family, name or family.name, checkpoint, stored, repository)
     read = box_reader(weights)
-    if adapter is not None:
-        read = merging_reader(read, opened, place(family, geometry, opened, weights.tensors))
-    return _Expectation(weights, expected, read, ROOT)
+    if adapter is None:
+        return _Expectation(weights, expected, read, ROOT)
+    read = merging_reader(read, opened, place(family, geometry, opened, weights.tensors))
+    return _Expectation(weights, expected, read, ROOT, opened.repository)
 
 
 def _adapter_expectation(
-    stored: Mapping[str, StoredArray], config: Mapping[str, Any], adapter: Adapter, name: str | None
+    stored: Mapping[str, StoredArray],
+    config: Mapping[str, Any],
+    adapter: Adapter,
+    name: str | None,
+    maxtext_layers: int | None,
 ) -> _Expectation:
-    """What a checkpoint of an adapter alone should hold: scanned or not, whichever comes nearer to what it does."""
+    """What a checkpoint of an adapter alone should hold: scanned or not, whichever comes nearer to what it does.
+
+    Args:
+      maxtext_layers: decoder layers that were converted, as MaxText counts them; None for all.
+    """
     family = _family(name, config)
-    filled = check_architecture(family, name or family.name, {**config, "quantization_config": None}, multimodal=False)
-    geometry = Geometry(filled, int(filled["vocab_size"]), int(filled[family.stacks[0].layers]))
+    tower = family.tower
+    multimodal = tower is not None and any(f".{tower.target}" in f".{array}" for array in stored)
+    filled = check_architecture(
+        family, name or family.name, {**config, "quantization_config": None}, multimodal=multimodal
+    )
+    layers = maxtext_layers * family.merged if maxtext_layers else int(filled[family.stacks[0].layers])
+    geometry = Geometry(filled, int(filled["vocab_size"]), layers, multimodal)
     settings = uniform(adapter)
     lora = [array for array in stored.values() if array.name.endswith(".value")]
     nested = lora[0].name.startswith(ROOT + PARAMS)
-    made = []
+    made, refused = [], None
     for scan, axis in ((True, 1), (True, 0), (False, 1)):
-        with contextlib.suppress(RequestError):
+        try:
             made.append(
                 adapter_parameters(
                     family,
@@ -205,6 +230,10 @@ def _adapter_expectation(
                     scan_axis=axis,
                 )
             )
+        except RequestError as error:
+            refused = error
+    if refused is not None and not made:
+        raise refused
     if not nested:
         made = [
             [replace(parameter, path=parameter.path.removeprefix(PARAMS)) for parameter in parameters]

@@ -122,7 +122,7 @@ OPTIONS: Mapping[str, Option] = {
     "vocab_size": Option(parse_count, "rows of the target's vocabulary"),
     "base_num_decoder_layers": Option(parse_count, "convert only the first of the layers"),
     "simulated_cpu_devices_count": Option(parse_count, "devices the arrays are sharded over, 1 to 1024", 16),
-    "hf_lora_adapter_path": Option(str, "LoRA adapter, a folder or hub id: converted alone, or merged"),
+    "hf_lora_adapter_path": Option(str, "LoRA adapter, written as hf_model_path: converted alone, or merged"),
     "load_parameters_path": Option(str, "not empty: merge the adapter into the model (nothing is read from there)"),
     "lazy_load_tensors": Option(parse_bool, "no effect: reading is streamed"),
     "eager_load_method": Option(str, "no effect: reading is streamed"),

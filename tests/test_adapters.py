@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import buckets
 import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import BFLOAT16, CONFIGS, DATA, random_tensors, shapes, write_folder
 from hub import running
 from reading import array_names, arrays, shardings, source_tensors, step_metadata
-from running import DEVICES, Run, convert, files_below, to_maxtext, to_maxtext_process
+from running import DEVICES, Run, convert, environment, files_below, to_maxtext, to_maxtext_process
 from safetensors.numpy import save_file
 from test_oracles import facts
 
@@ -730,3 +733,168 @@ def test_from_the_hub(tmp_path: Path) -> None:
     source = json.loads((tmp_path / "r").read_bytes())["source"]
     assert (source["repository"], source["revision"]) == ("me/my-lora", commit)
     assert source["files"][0]["sha256"]
+
+
+# Adapters that are elsewhere
+
+
+def wanted_of(kind: str) -> dict[str, str]:
+    """What MaxText makes of the qwen3 adapter in float32, scanned, by the names that are used here."""
+    found = expected("qwen3", kind, "f32", scan=True)["arrays"]
+    prefix = "params.params." if kind == "adapter" else ""
+    return {name.removeprefix(prefix): array["sha256"] for name, array in found.items() if name != "step"}
+
+
+def found_in(output: Path, kind: str, name: str) -> dict[str, str]:
+    step = output / "qwen3-0.6b" / name / "0" if kind == "adapter" else output / "0"
+    return {name: array.sha256 for name, array in arrays(step).items() if name != "step"}
+
+
+REMOTE = ("model_name=qwen3-0.6b", "--save_dtype=float32", f"hf_model_path={DATA / 'qwen3' / 'hf_f32'}")
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merged"])
+def test_from_the_hub_by_ranges(kind: str, tmp_path: Path) -> None:
+    """Nothing of the adapter is kept on disk."""
+    words = (*REMOTE, "hf_lora_adapter_path=me/my-lora", "--cache_dir=none", f"base_output_directory={tmp_path / 'o'}")
+    merge = ["load_parameters_path=merge"] if kind == "merged" else []
+    with running("me/my-lora") as hub:
+        hub.add(DATA / "lora-qwen3" / "adapter_f32", "main")
+        env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+        planned = to_maxtext_process(*words, *merge, "--dry_run", env=env)
+        assert planned.code == 0, planned.stderr
+        run = to_maxtext_process(*words, *merge, env=env)
+        assert run.code == 0, run.stderr
+        assert all(request.range for request in hub.asked_for("adapter_model.safetensors"))
+    assert found_in(tmp_path / "o", kind, "my-lora") == wanted_of(kind)
+    assert {path.name for path in tmp_path.iterdir()} == {"o"}
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("kind", ["adapter", "merged"])
+def test_from_a_bucket(kind: str, cached: bool, tmp_path: Path) -> None:
+    """Adapter and base, or its config.json alone; what is merged and what is alone can be verified from there."""
+    merge = ["load_parameters_path=merge"] if kind == "merged" else []
+    cache = [f"--cache_dir={tmp_path / 'cache'}"] if cached else []
+    with buckets.running() as bucket:
+        base = bucket.add(DATA / "qwen3" / "hf_f32", "base")
+        adapter = bucket.add(DATA / "lora-qwen3" / "adapter_f32", "adapters/my lora")
+        env = {**bucket.environment(), "HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+        run = to_maxtext_process(
+            *(*REMOTE[:2], f"hf_model_path={base}", f"hf_lora_adapter_path={adapter}/", *merge, *cache),
+            *(f"base_output_directory={tmp_path / 'o'}", f"--report={tmp_path / 'r'}"),
+            env=env,
+        )
+        assert run.code == 0, run.stderr
+        assert found_in(tmp_path / "o", kind, "my lora") == wanted_of(kind)
+        entry = json.loads((tmp_path / "r").read_bytes())["source" if kind == "adapter" else "adapter"]
+        assert entry["files"][0]["crc32c"]
+        at = tmp_path / "o" if kind == "merged" else tmp_path / "o" / "qwen3-0.6b" / "my lora"
+        words = ("--source", base, "--hf_lora_adapter_path", adapter, *cache, f"--report={tmp_path / 'v'}")
+        check = subprocess.run(
+            [sys.executable, "-m", "converter", "verify", at, *words],
+            env=environment(env),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert check.returncode == 0, check.stderr
+        checked = json.loads((tmp_path / "v").read_bytes())
+        assert checked["source" if kind == "adapter" else "adapter"] == {**entry, "repository": adapter}
+        if not cached:
+            # Damage is found by the object's checksum, before anything is published.
+            weights = bucket.folder / "adapters" / "my lora" / "adapter_model.safetensors"
+            content = weights.read_bytes()
+            weights.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+            run = to_maxtext_process(
+                *(*REMOTE[:2], f"hf_model_path={base}", f"hf_lora_adapter_path={adapter}", *merge),
+                f"base_output_directory={tmp_path / 'damaged'}",
+                env=env,
+            )
+            assert run.code == 3, run.stderr
+            assert "CRC-32C" in run.errors[0]
+            assert not [name for name in files_below(tmp_path / "damaged") if name.endswith("0")]
+
+
+def test_damaged_on_its_way_into_the_hubs_cache(tmp_path: Path) -> None:
+    """As a model's weights are: found by the hub's sha256 and fetched again."""
+    damaged: list[str] = []
+
+    def damage(path: str, body: bytes) -> bytes:
+        if path.startswith("/storage/") and not damaged:
+            damaged.append(path)
+            return body[:-5] + bytes([body[-5] ^ 1]) + body[-4:]
+        return body
+
+    with running("me/my-lora") as hub:
+        hub.add(DATA / "lora-qwen3" / "adapter_f32", "main")
+        hub.change = damage
+        env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+        words = (*REMOTE, "hf_lora_adapter_path=me/my-lora", f"base_output_directory={tmp_path / 'o'}")
+        run = to_maxtext_process(*words, env=env)
+    assert run.code == 0, run.stderr
+    assert damaged
+    assert found_in(tmp_path / "o", "adapter", "my-lora") == wanted_of("adapter")
+
+
+# Adapters of towers
+
+
+def adapter_of(folder: Path, module: str, shape: tuple[int, ...]) -> Path:
+    """A PEFT folder that adapts one linear layer of that shape, with rank 2."""
+    generator, name = np.random.default_rng(3), f"base_model.model.{module}.lora_"
+    a, b = generator.standard_normal((2, shape[1])), generator.standard_normal((shape[0], 2))
+    tensors = {f"{name}A.weight": a.astype(np.float32), f"{name}B.weight": b.astype(np.float32)}
+    return write_adapter(folder, {"peft_type": "LORA", "r": 2, "lora_alpha": 4}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "kernel"),
+    [
+        ("qwen3-vl", "model.visual.blocks.0.mlp.linear_fc1", "vision_encoder.Qwen3VLVisionEncoder_0.blocks_0.mlp"),
+        ("gemma3-mm", "vision_tower.encoder.layers.0.mlp.fc1", "MlpBlockViT_0.Dense_0"),
+    ],
+)
+def test_of_a_tower(family: str, module: str, kernel: str, tmp_path: Path) -> None:
+    """A tower's matrices are [out, in] too; MaxText's kernels, hence A and B, are the other way round."""
+    base = DATA / family / "hf_bf16"
+    shape = source_tensors(base / "model.safetensors")[f"{module}.weight"].shape
+    adapter = adapter_of(tmp_path / "adapter", module, shape)
+    name = json.loads((DATA / family / "oracle.json").read_bytes())["model_name"]
+    words = [f"model_name={name}", f"hf_model_path={base}", f"hf_lora_adapter_path={adapter}", "scan_layers=false"]
+    words += ["--save_dtype=float32", f"base_output_directory={tmp_path / 'out'}"]
+    refused = to_maxtext(*words)
+    assert refused.code == 2
+    assert "give use_multimodal=true" in refused.errors[0]
+    run = to_maxtext(*words, "use_multimodal=true")
+    assert run.code == 0, run.stderr
+    step = tmp_path / "out" / name / "adapter" / "0"
+    stored = source_tensors(adapter / "adapter_model.safetensors")
+    found = {name: array.values for name, array in arrays(step).items() if "lora" in name}
+    assert len(found) == 2
+    for side in "ab":
+        (at,) = (name for name in found if name.endswith(f"kernel_lora_{side}.value"))
+        assert kernel in at
+        wanted = stored[f"base_model.model.{module}.lora_{side.upper()}.weight"].T
+        assert np.array_equal(found[at], wanted)
+    assert verify(step, "--source", base, "--hf_lora_adapter_path", adapter) == 0
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_verify_of_fewer_layers(scan: bool, tmp_path: Path) -> None:
+    adapter = DATA / "lora-qwen3" / "adapter_f32"
+    run = alone("qwen3", adapter, tmp_path, f"scan_layers={scan}", "base_num_decoder_layers=2")
+    assert run.code == 0, run.stderr
+    step = step_of("qwen3", adapter, tmp_path)
+    assert verify(step, "--source", DATA / "qwen3" / "hf_f32", "--hf_lora_adapter_path", adapter) == 0
+
+
+def test_verify_against_another_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = DATA / "lora-qwen3" / "adapter_f32"
+    assert alone("qwen3", adapter, tmp_path).code == 0
+    (tmp_path / "base").mkdir()
+    config = json.loads((DATA / "qwen3" / "hf_f32" / "config.json").read_bytes())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "hidden_size": 48}))
+    step = step_of("qwen3", adapter, tmp_path)
+    assert verify(step, "--source", tmp_path / "base", "--hf_lora_adapter_path", adapter) == 2
+    assert "another model" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from reading import Stored, arrays, source_tensors
 from running import ROOT, files_below, to_maxtext
 from test_oracles import CASES
 
-from converter.listing import show
+from converter.listing import entries, show
 from converter.models import FAMILIES, MODELS
 
 Config = dict[str, Any]
@@ -308,6 +308,29 @@ def test_fewer_layers_of_several_stacks(tmp_path: Path) -> None:
 )
 def test_requests_that_a_family_cannot_meet(family: str, changes: Config, why: str, tmp_path: Path) -> None:
     assert why in refused(DATA / family / "hf_bf16", tmp_path / "out", *words(family, **changes))
+
+
+@pytest.mark.parametrize("family", ["gemma3-mm", "qwen3-vl", "qwen3.5-mm", "qwen3-omni"])
+def test_towers_of_a_repository_without_them(family: str, tmp_path: Path) -> None:
+    config, tensors = source(family)
+    sections = [key for key in ("vision_config", "thinker_config") if key in config]
+    without: Config = {key: value for key, value in config.items() if key not in sections}
+    if "thinker_config" in sections:
+        without["thinker_config"] = {"text_config": config["thinker_config"]["text_config"]}
+    write_folder(tmp_path / "hf", without, tensors)
+    why = refused(tmp_path / "hf", tmp_path / "out", *words(family, scan_layers=False))
+    assert "drop use_multimodal" in why
+
+
+def test_no_tower_is_claimed_for_a_text_only_name() -> None:
+    assert {entry["model_name"] for entry in entries() if "multimodal" in entry["to_maxtext"]} >= {"gemma3-4b"}
+    assert next(entry for entry in entries() if entry["model_name"] == "gemma3-1b")["to_maxtext"][-1] == "unscanned"
+
+
+def test_missing_size_of_another_model(tmp_path: Path) -> None:
+    why = refused(DATA / "gemma4-31b" / "hf_bf16", tmp_path / "out", "model_name=gemma4-26b")
+    assert "gemma4-26b" in why
+    assert "another model" in why
 
 
 @pytest.mark.parametrize("count", [7, 9])

@@ -192,13 +192,17 @@ def test_verify_finds_a_difference(quantised: Callable[[str], Quantised], tmp_pa
     assert main(["verify", str(step), "--source", str(other)]) == 4
 
 
-def test_activation_scales_are_left_out(quantised: Callable[[str], Quantised], tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["{}.input_scale"], ["{}.output_scale"], ["{0}.k_scale", "{0}.v_scale"]])
+def test_activation_scales_are_left_out(
+    names: list[str], quantised: Callable[[str], Quantised], tmp_path: Path
+) -> None:
+    """llm-compressor's of inputs, of outputs, and (kv_cache_scheme) of keys and values, which an attention has."""
     made = quantised("tensors")
-    more = {
-        name.replace(".weight_scale", ".input_scale"): np.ones(1, BFLOAT16)
-        for name in made.tensors
-        if name.endswith(".weight_scale")
-    }
+    modules = {name.removesuffix(".weight_scale") for name in made.tensors if name.endswith(".weight_scale")}
+    if len(names) > 1:
+        modules = {module.rpartition(".")[0] for module in modules if "self_attn" in module}
+    more = {name.format(module): np.ones(1, BFLOAT16) for module in modules for name in names}
+    assert more
     folder = write_folder(tmp_path / "hf", made.config, {**made.tensors, **more})
     same_arrays(
         convert(made.model_name, folder, tmp_path / "out"),

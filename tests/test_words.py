@@ -284,6 +284,23 @@ def test_running_jax_with_other_devices_is_refused(tiny: Tiny, tmp_path: Path) -
     assert files_below(tmp_path) == set()
 
 
+@pytest.mark.parametrize("family", sorted(path.parent.name for path in DATA.glob("*/oracle.json")))
+def test_dry_run_of_every_family(family: str, tmp_path: Path) -> None:
+    """Of arrays that come from no tensor too."""
+    oracle = json.loads((DATA / family / "oracle.json").read_bytes())
+    words = {"scan_layers": False, "use_multimodal": False, **oracle["words"]}
+    run = to_maxtext(
+        f"model_name={oracle['model_name']}",
+        f"--hf_model_path={DATA / family / 'hf_bf16'}",
+        f"base_output_directory={tmp_path / 'out'}",
+        "--dry_run",
+        *(f"{word}={value}" for word, value in words.items()),
+    )
+    assert run.code == 0, run.stderr
+    wanted = json.loads((DATA / family / "expected_bf16_unscan.json").read_bytes())["arrays"]
+    assert planned_arrays(run.stdout).keys() == wanted.keys() - {"step"}
+
+
 def test_dry_run_tells_everything_and_writes_nothing(tmp_path: Path) -> None:
     run = to_maxtext(
         "model_name=qwen3-0.6b",

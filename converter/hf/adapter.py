@@ -12,16 +12,13 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from converter.errors import RequestError
-from converter.hf import hub
-from converter.hf.files import CONFIG, parse_json, read_small
-from converter.hf.local import LocalFiles, opened
-from converter.hf.location import HubModel, parse_location
-from converter.hf.repository import Access, Repository, Source, SourceFile, locate
+from converter.hf.files import CONFIG
+from converter.hf.repository import Access, Repository, Source, SourceFiles, locate, open_files, source_file
 from converter.hf.safetensors import StoredTensor, read_header
 
 log = logging.getLogger("converter")
@@ -107,40 +104,24 @@ class Adapter:
 
 
 def locate_adapter(location: str, *, revision: str | None, access: Access) -> Source:
-    """Find an adapter's folder or hub id, without downloading its weights.
+    """Find an adapter: a folder, hub id or folder of a bucket, without reading or downloading its weights.
 
     Raises:
       RequestError: there is no such repository.
-      WorldError: the network or the hub failed.
+      WorldError: the network or the server failed.
     """
     try:
-        source = locate(location, revision=revision, access=access)
+        return locate(location, revision=revision, access=access, names=(ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     except RequestError as error:
         raise RequestError(f"hf_lora_adapter_path: {error}") from error
-    if source.root is not None:
-        return source
-    names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-    return replace(source, download=lambda: _download(source, revision, access, names))
 
 
 def base_config(location: str, *, revision: str | None, access: Access) -> dict[str, Any]:
-    """config.json of a folder or hub id, the only file of it that is read."""
-    source = locate(location, revision=revision, access=access)
-    root = source.root or _download(source, revision, access, [CONFIG])
-    if not (root / CONFIG).exists():
+    """config.json of a repository, the only file of it that is read."""
+    files = open_files(locate(location, revision=revision, access=access, names=(CONFIG,)).fetch())
+    if CONFIG not in files.names:
         raise RequestError(f"{location} has no {CONFIG}; is it a model repository?")
-    return parse_json(read_small(root, CONFIG), str(root / CONFIG))
-
-
-def _download(source: Source, revision: str | None, access: Access, names: list[str]) -> Path:
-    """The folder of the hub's cache that has those of the named files that there are."""
-    match parse_location(source.name, revision):
-        case HubModel() as model:
-            cache = hub.Cache(access.folder, access.token, access.seconds)
-            # By its name too, so that the cache notes which commit the branch is at, for runs that may not ask.
-            hub.download_files(model, cache, names[:1])
-            return hub.download_files(replace(model, revision=source.revision), cache, names)
-    raise RequestError(f"{source.name}: an adapter, or its base's config.json, is read from a folder or the hub")
+    return files.parsed(CONFIG)
 
 
 def open_adapter(source: Source) -> Adapter:
@@ -150,29 +131,27 @@ def open_adapter(source: Source) -> Adapter:
       RequestError: it is no LoRA adapter that can be carried out exactly, or incomplete.
       WorldError: it cannot be read.
     """
-    root, location = source.root, source.name
-    assert root is not None, "fetch the adapter first"
-    if not (root / ADAPTER_CONFIG).exists():
+    files, location = open_files(source), source.name
+    if ADAPTER_CONFIG not in files.names:
         raise RequestError(f"{location} has no {ADAPTER_CONFIG}; is it a PEFT adapter?")
-    config = parse_json(read_small(root, ADAPTER_CONFIG), str(root / ADAPTER_CONFIG))
+    config = files.parsed(ADAPTER_CONFIG)
     where = f"{location}/{ADAPTER_CONFIG}"
     _check_config(config, where)
     unknown = sorted(field for field, value in config.items() if value and field not in {*_KNOWN, *_REFUSED})
     if unknown:
         log.warning("%s sets what is not known here and has no effect: %s", where, ", ".join(unknown))
-    weights = root / ADAPTER_WEIGHTS
-    if not weights.exists():
-        raise RequestError(f"{location} has no {ADAPTER_WEIGHTS}{_pickled(root)}")
-    size, read = opened(weights)
-    tensors = _renamed(read_header(str(weights), ADAPTER_WEIGHTS, size, read), location)
-    known = source.server.files.get(ADAPTER_WEIGHTS) if source.server else None
-    files = (SourceFile(ADAPTER_WEIGHTS, size, known.sha256 if known else None),)
-    repository = Repository(location, source.revision, config, files, tensors, LocalFiles(root))
+    if ADAPTER_WEIGHTS not in files.names:
+        raise RequestError(f"{location} has no {ADAPTER_WEIGHTS}{_pickled(source, files)}")
+    size, read = files.weights(ADAPTER_WEIGHTS)
+    tensors = _renamed(read_header(files.label(ADAPTER_WEIGHTS), ADAPTER_WEIGHTS, size, read), location)
+    described = (source_file(source, ADAPTER_WEIGHTS, size),)
+    repository = Repository(location, source.revision, config, described, tensors, files.data)
     return Adapter(repository, _pairs(tensors, config, where), float(config["lora_alpha"]))
 
 
-def _pickled(root: Path) -> str:
-    if any(path.suffix in (".bin", ".pt", ".pth") for path in root.iterdir()):
+def _pickled(source: Source, files: SourceFiles) -> str:
+    names = source.server.files if source.server else files.names
+    if any(Path(name).suffix in (".bin", ".pt", ".pth") for name in names):
         return ", only PyTorch pickles, which are never opened: save it as safetensors first (peft: save_pretrained)"
     return "; is it a PEFT adapter?"
 

@@ -14,7 +14,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,8 +29,11 @@ _AT_A_TIME = 8
 _POLL_SECONDS = 0.1
 
 
-def download(server: Server, folder: Path) -> Path:
+def download(server: Server, folder: Path, names: Sequence[str] = ()) -> Path:
     """Bring config.json, the index and the weights into a folder; the folder that holds them by their names.
+
+    Args:
+      names: what is wanted instead, as far as it is there.
 
     Raises:
       RequestError: there are no safetensors weights, or the folder may not be written to.
@@ -40,20 +43,22 @@ def download(server: Server, folder: Path) -> Path:
         objects = folder / "objects"
         objects.mkdir(parents=True, exist_ok=True)
         ranges = Ranges(server)
-        small = [server.files[name] for name in (CONFIG, INDEX) if name in server.files]
-        for file in small:
-            _bring(ranges, file, objects, threading.Event())
-        index = objects / _name(server.files[INDEX]) if INDEX in server.files else None
-        names = weight_files(
-            list(server.files), index.read_bytes if index else None, f"{server.label}/{INDEX}", server.label
-        )
-        for name in names:
-            if name not in server.files:
-                raise RequestError(f"{server.label}/{name} does not exist")
-        weights = [server.files[name] for name in names]
-        check_cache_space(objects, [(f.size, objects / _name(f), objects / f"{_name(f)}.part") for f in weights])
-        _bring_all(ranges, weights, objects)
-        return _linked(folder, objects, [*small, *weights])
+        if not names:
+            small = [server.files[name] for name in (CONFIG, INDEX) if name in server.files]
+            for file in small:
+                _bring(ranges, file, objects, threading.Event())
+            index = objects / _name(server.files[INDEX]) if INDEX in server.files else None
+            weights = weight_files(
+                list(server.files), index.read_bytes if index else None, f"{server.label}/{INDEX}", server.label
+            )
+            for name in weights:
+                if name not in server.files:
+                    raise RequestError(f"{server.label}/{name} does not exist")
+            names = [*(file.name for file in small), *weights]
+        files = [server.files[name] for name in names if name in server.files]
+        check_cache_space(objects, [(f.size, objects / _name(f), objects / f"{_name(f)}.part") for f in files])
+        _bring_all(ranges, files, objects)
+        return _linked(folder, objects, files)
     except PermissionError as error:
         raise RequestError(f"{folder} may not be written to by this user; give another --cache_dir") from error
     except OSError as error:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -162,11 +162,14 @@ def _session(cache: Cache) -> requests.Session:
     return made
 
 
-def download(model: HubModel, pinned: Pinned, cache: Cache) -> Path:
+def download(model: HubModel, pinned: Pinned, cache: Cache, names: Sequence[str] = ()) -> Path:
     """Bring config.json, the index and the weights into the hub's cache, checked; the folder they are in.
 
     Transient failures are tried again; a file that was cut off is continued. Weights whose sha256 is not the hub's are
     fetched once more.
+
+    Args:
+      names: what is wanted instead, as far as it is there; JSON first.
 
     Raises:
       RequestError: the repository has no safetensors weights.
@@ -174,7 +177,7 @@ def download(model: HubModel, pinned: Pinned, cache: Cache) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    def fetch(revision: str | None, names: list[str]) -> Path:
+    def fetch(revision: str | None, wanted: list[str]) -> Path:
         return Path(
             _try(
                 HubModel(pinned.repo, pinned.commit),
@@ -183,58 +186,35 @@ def download(model: HubModel, pinned: Pinned, cache: Cache) -> Path:
                     pinned.repo,
                     revision=revision,
                     token=cache.token,
-                    allow_patterns=names,
+                    allow_patterns=wanted,
                     cache_dir=cache.folder,
                     local_files_only=pinned.offline,
                 ),
             )
         )
 
+    small = [name for name in names if name.endswith(".json")] or [CONFIG, INDEX]
     if not pinned.offline:
         # By its name, so that the cache notes which commit the branch is at, for runs that may not ask.
-        fetch(model.revision, [CONFIG])
-    root = fetch(pinned.commit, [CONFIG, INDEX])
-    here = (root / INDEX).read_bytes if (root / INDEX).exists() else None
-    names = list(pinned.files) or [path.name for path in root.iterdir()]
-    weights = weight_files(names, here, str(root / INDEX), pinned.repo)
+        fetch(model.revision, small[:1])
+    root = fetch(pinned.commit, small)
+    if names:
+        weights = [name for name in names if name not in small]
+    else:
+        here = (root / INDEX).read_bytes if (root / INDEX).exists() else None
+        there = list(pinned.files) or [path.name for path in root.iterdir()]
+        weights = weight_files(there, here, str(root / INDEX), pinned.repo)
     if pinned.offline:
-        return fetch(pinned.commit, [CONFIG, INDEX, *weights])
+        return fetch(pinned.commit, [*small, *weights])
     wanted = [pinned.files[name] for name in weights if name in pinned.files]
     check_cache_space(root, [(file.size, root / file.name, _partial(root, file)) for file in wanted])
-    root = fetch(pinned.commit, [CONFIG, INDEX, *weights])
+    root = fetch(pinned.commit, [*small, *weights])
     if any(not _is_right(root, file, cache.seconds) for file in wanted):
-        root = fetch(pinned.commit, [CONFIG, INDEX, *weights])
+        root = fetch(pinned.commit, [*small, *weights])
         for file in wanted:
             if not _is_right(root, file, cache.seconds):
                 raise WorldError(f"{file.name} of {pinned.repo} came twice with another sha256 than the hub's")
     return root
-
-
-def download_files(model: HubModel, cache: Cache, names: list[str]) -> Path:
-    """Bring those of the named small files that there are into the hub's cache; the folder they are in.
-
-    Args:
-      model: at a commit.
-
-    Raises:
-      WorldError: the network or the hub failed, or the disk is full.
-    """
-    from huggingface_hub import constants, snapshot_download
-
-    return Path(
-        _try(
-            model,
-            cache.seconds,
-            lambda: snapshot_download(
-                model.repo,
-                revision=model.revision,
-                token=cache.token,
-                allow_patterns=names,
-                cache_dir=cache.folder,
-                local_files_only=constants.HF_HUB_OFFLINE,
-            ),
-        )
-    )
 
 
 def _partial(root: Path, file: RemoteFile) -> Path | None:

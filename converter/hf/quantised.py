@@ -281,11 +281,16 @@ def _checked(encoding: Encoding, tensor: StoredTensor, stored: Mapping[str, Stor
 
 
 def _activation_scales(codes: str) -> Iterator[str]:
-    """Of what goes into a quantised matrix product, which MaxText computes unquantised."""
+    """Of what goes into a quantised matrix product or comes out, and of what attention caches.
+
+    MaxText computes with these unquantised.
+    """
     stem = codes.removesuffix(".weight")
-    for name in ("input_scale", "activation_scale"):
+    for name in ("input_scale", "output_scale", "activation_scale"):
         yield f"{stem}.{name}"
         yield f"{stem}_{name}"
+    for name in ("q_scale", "k_scale", "v_scale"):
+        yield f"{stem.rpartition('.')[0]}.{name}"
 
 
 def _is_scale(scheme: Scheme, name: str, tensor: StoredTensor) -> bool:

@@ -6,7 +6,7 @@ mapped from a disk (`local.py`) or asked for over HTTP (`streamed.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from converter.hf import bucket, cache, hub
 from converter.hf.files import CONFIG, INDEX, check_small, parse_json, read_small, reading, weight_files, weight_map
 from converter.hf.local import LocalFiles, opened
 from converter.hf.location import BucketFolder, Folder, HubModel, parse_location
-from converter.hf.remote import RemoteFile, Server
+from converter.hf.remote import Server
 from converter.hf.safetensors import StoredTensor, read_header
 from converter.hf.streamed import StreamedFiles
 
@@ -165,9 +165,17 @@ class Source:
 
 
 def locate(
-    location: str, *, revision: str | None = None, token: str | None = None, access: Access | None = None
+    location: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    access: Access | None = None,
+    names: Sequence[str] = (),
 ) -> Source:
     """Find a folder, a model on the hub or a folder of a bucket, without reading or downloading weights.
+
+    Args:
+      names: files that are wanted of it, as far as they are there; none for those of a model.
 
     Raises:
       RequestError: there is no such repository.
@@ -178,12 +186,12 @@ def locate(
         case Folder(path):
             return Source(location, path, _folder_identity(path))
         case HubModel() as model:
-            return _hub_source(location, model, access)
+            return _hub_source(location, model, access, names)
         case BucketFolder() as folder:
-            return _bucket_source(location, folder, access)
+            return _bucket_source(location, folder, access, names)
 
 
-def _hub_source(location: str, model: HubModel, access: Access) -> Source:
+def _hub_source(location: str, model: HubModel, access: Access, names: Sequence[str]) -> Source:
     kept = hub.Cache(access.folder, access.token, access.seconds)
     pinned = hub.pin(model, kept)
     identity = {"repository": model.repo, "revision": pinned.commit}
@@ -192,10 +200,10 @@ def _hub_source(location: str, model: HubModel, access: Access) -> Source:
         if pinned.offline:
             raise RequestError(f"cache_dir={NO_CACHE}: with HF_HUB_OFFLINE only the cache can be read")
         return Source(location, None, identity, pinned.commit, server)
-    return Source(location, None, identity, pinned.commit, server, lambda: hub.download(model, pinned, kept))
+    return Source(location, None, identity, pinned.commit, server, lambda: hub.download(model, pinned, kept, names))
 
 
-def _bucket_source(location: str, folder: BucketFolder, access: Access) -> Source:
+def _bucket_source(location: str, folder: BucketFolder, access: Access, names: Sequence[str]) -> Source:
     server = bucket.find(folder, seconds=access.seconds)
     identity = {
         "files": {
@@ -208,7 +216,7 @@ def _bucket_source(location: str, folder: BucketFolder, access: Access) -> Sourc
     if kept is None:
         return Source(location, None, identity, None, server)
     where = kept / "gs" / folder.bucket / folder.prefix
-    return Source(location, None, identity, None, server, lambda: cache.download(server, where))
+    return Source(location, None, identity, None, server, lambda: cache.download(server, where, names))
 
 
 def _folder_identity(folder: Path) -> dict[str, Any]:
@@ -223,13 +231,38 @@ def _folder_identity(folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """What all kinds of repositories have in common while one is being opened."""
+class SourceFiles:
+    """A source's files: what all kinds of repositories have in common while one is being opened.
+
+    Attributes:
+      names: of all files; of a source that was downloaded only of those that were wanted.
+      label: a file's name for messages.
+      small: reads a JSON file.
+      weights: the size of a file, and what reads parts of it.
+      data: their content.
+    """
 
     names: frozenset[str]
     label: Callable[[str], str]
     small: Callable[[str], bytes]
     weights: Callable[[str], tuple[int, Callable[[int, int], bytes]]]
+    data: LocalFiles | StreamedFiles
+
+    def parsed(self, name: str) -> dict[str, Any]:
+        """The object that a JSON file holds."""
+        return parse_json(self.small(name), self.label(name))
+
+
+def open_files(source: Source) -> SourceFiles:
+    """The files of a source that was fetched, here or on their server.
+
+    Raises:
+      RequestError, WorldError: its folder cannot be read.
+    """
+    if source.root is not None:
+        return _opened_folder(source.root)
+    assert source.server is not None, "fetch the source first"
+    return _opened_server(source.server, StreamedFiles(source.server))
 
 
 def open_repository(source: Source) -> Repository:
@@ -239,16 +272,10 @@ def open_repository(source: Source) -> Repository:
       RequestError: it is not a complete safetensors checkpoint.
       WorldError: it cannot be read.
     """
-    data: LocalFiles | StreamedFiles
-    if source.root is not None:
-        data, files = LocalFiles(source.root), _opened_folder(source.root)
-    else:
-        assert source.server is not None, "fetch the source first"
-        data = StreamedFiles(source.server)
-        files = _opened_server(source.server, data)
+    files = open_files(source)
     if CONFIG not in files.names:
         raise RequestError(f"{source.name} has no {CONFIG}; is it a model repository?")
-    config = parse_json(files.small(CONFIG), files.label(CONFIG))
+    config = files.parsed(CONFIG)
     index = files.small(INDEX) if INDEX in files.names else None
     names = weight_files(files.names, None if index is None else lambda: index, files.label(INDEX), source.name)
     tensors: dict[str, StoredTensor] = {}
@@ -280,32 +307,31 @@ def open_repository(source: Source) -> Repository:
         pool.shutdown(cancel_futures=True)
     if index is not None:
         _check_index(weight_map(index, files.label(INDEX)), tensors, files.label(INDEX))
-    known = source.server.files if source.server is not None else {}
-    return Repository(
-        source.name,
-        source.revision,
-        config,
-        tuple(_source_file(name, sizes[name], known.get(name)) for name in names),
-        tensors,
-        data,
-    )
+    described = tuple(source_file(source, name, sizes[name]) for name in names)
+    return Repository(source.name, source.revision, config, described, tensors, files.data)
 
 
-def _source_file(name: str, size: int, known: RemoteFile | None) -> SourceFile:
+def source_file(source: Source, name: str, size: int) -> SourceFile:
+    """A weight file with what its server, if any, knows it by."""
+    known = source.server.files.get(name) if source.server is not None else None
     if known is None:
         return SourceFile(name, size)
     return SourceFile(name, size, known.sha256, known.crc32c, known.generation)
 
 
-def _opened_folder(root: Path) -> _Opened:
+def _opened_folder(root: Path) -> SourceFiles:
     with reading(root):
         names = frozenset(path.name for path in root.iterdir())
-    return _Opened(
-        names, lambda name: str(root / name), lambda name: read_small(root, name), lambda name: opened(root / name)
+    return SourceFiles(
+        names,
+        lambda name: str(root / name),
+        lambda name: read_small(root, name),
+        lambda name: opened(root / name),
+        LocalFiles(root),
     )
 
 
-def _opened_server(server: Server, data: StreamedFiles) -> _Opened:
+def _opened_server(server: Server, data: StreamedFiles) -> SourceFiles:
     def label(name: str) -> str:
         return f"{server.label}/{name}"
 
@@ -319,7 +345,7 @@ def _opened_server(server: Server, data: StreamedFiles) -> _Opened:
             raise RequestError(f"{label(name)} does not exist")
         return server.files[name].size, lambda begin, end: bytes(data.fetch(name, begin, end))
 
-    return _Opened(frozenset(server.files), label, small, weights)
+    return SourceFiles(frozenset(server.files), label, small, weights, data)
 
 
 def _check_index(placed: Mapping[str, str], tensors: Mapping[str, StoredTensor], label: str) -> None:
