@@ -7,7 +7,7 @@ from typing import Any
 
 from converter.mapping import stored_shapes
 from converter.models import FAMILIES
-from converter.rules import Family
+from converter.rules import Family, Model
 from converter.show import table
 from converter.words import MAXTEXT_VERSION
 
@@ -21,10 +21,10 @@ def parameter_count(family: Family, name: str) -> int:
     return sum(math.prod(shape) for shape in stored_shapes(family, config).values())
 
 
-def conversions(family: Family, name: str) -> list[str]:
-    """The ways in which the repository that a name stands for can be converted."""
+def conversions(family: Family, model: Model) -> list[str]:
+    """The ways in which a name's repository can be converted."""
     scanned = [] if family.unscannable else ["scanned"]
-    return [*scanned, "unscanned", *(["multimodal"] if family.tower and not family.models[name].text_only else [])]
+    return [*scanned, "unscanned", *(["multimodal"] if family.tower and not model.text_only else [])]
 
 
 def entries() -> list[dict[str, Any]]:
@@ -35,8 +35,8 @@ def entries() -> list[dict[str, Any]]:
             "hub": model.hub,
             "family": family.name,
             "parameters": parameter_count(family, name),
-            "to_maxtext": conversions(family, name),
-            "checked": [way for way in conversions(family, name) if way in family.checked],
+            "to_maxtext": conversions(family, model),
+            "checked": [way for way in conversions(family, model) if way in family.checked],
             "unscanned_multimodal_only": bool(family.tower and family.tower.scans),
             "to_huggingface": False,
             "maxtext": model.maxtext,

@@ -186,15 +186,15 @@ class Model:
         repository's own file is); it serves listings, benchmarks and the command that loads a result.
       maxtext: what MaxText 0.2.5 has under this name: "converter" (it converts it too), "model" (a model
         configuration only), or "" (nothing: its load command spells the geometry out).
-      text_only: published without the tower that its family has.
       note: what a user of this name should know.
+      text_only: the repository has no tower, though its family's others have one.
     """
 
     hub: str
     config: Mapping[str, Any]
     maxtext: str = ""
-    text_only: bool = False
     note: str = ""
+    text_only: bool = False
 
 
 @dataclass(frozen=True)
