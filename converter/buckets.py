@@ -38,7 +38,7 @@ DEADLINE_SECONDS = 600.0
 """How long a transient failure is tried again. Jobs try a whole conversion again after that."""
 
 CLEANING_SECONDS = 15.0
-"""The same for cleaning up at the end; a pod has 30 seconds from SIGTERM on (terminationGracePeriodSeconds)."""
+"""The same for cleaning up at the end; Kubernetes gives a pod 30 seconds from SIGTERM on where nothing else is said."""
 
 TENSORSTORE: dict[str, Any] = {
     # Waits of 0.5, 1, 2, 4, 8, 16 and then up to 30 seconds, with jitter: ten minutes and the tries themselves.

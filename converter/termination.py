@@ -21,7 +21,7 @@ from converter.errors import Terminated
 T = TypeVar("T")
 
 FINISH_SECONDS = 10.0
-"""For what must not be left half done; a pod has 30 seconds from SIGTERM on (terminationGracePeriodSeconds)."""
+"""For what must not be left half done; Kubernetes gives a pod 30 seconds from SIGTERM on where nothing else is said."""
 
 _WAIT_SECONDS = 0.1
 """Not for ever at once: a signal that arrives just before a wait begins would only be seen after it."""
