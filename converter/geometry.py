@@ -60,8 +60,8 @@ def check_architecture(family: Family, name: str, config: Mapping[str, Any], *, 
     read_scheme(config)
     try:
         filled = family.fill(config)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise RequestError(f"config.json lacks or spoils a size that others follow from: {error}") from None
+    except _SPOILED as error:
+        raise _spoiled(error) from None
     _, stacks = family.parts(multimodal=multimodal)
     for stack in stacks:
         section = stack.layers.rpartition(".")[0]
@@ -70,12 +70,27 @@ def check_architecture(family: Family, name: str, config: Mapping[str, Any], *, 
                 f"config.json has no {section}: the repository holds the text model alone; drop use_multimodal=true"
             )
         _check_size(stack.layers, filled.get(stack.layers), _MAX_LAYERS)
-    names = {name for rule in used_rules(family, filled, multimodal=multimodal) for name in rule.names}
+    if family.extra_layers and filled.get(family.extra_layers):
+        _check_size(family.extra_layers, filled[family.extra_layers], _MAX_LAYERS)
+    try:
+        # Which rules hold where follows from kinds of layers, in any form that config.json has them.
+        names = {name for rule in used_rules(family, filled, multimodal=multimodal) for name in rule.names}
+    except _SPOILED as error:
+        raise _spoiled(error) from None
     for key in sorted(family.dims[name] for name in names):
         if filled.get(key) is None:
             raise RequestError(f"config.json has no {key}, which {name} needs; is it another model?")
         _check_size(key, filled[key])
     return filled
+
+
+_SPOILED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+"""What reading a value of another type than transformers writes raises."""
+
+
+def _spoiled(error: Exception) -> RequestError:
+    text = f"{type(error).__name__}: {error}"[:200]
+    return RequestError(f"config.json lacks or spoils a size or a kind of layers that others follow from: {text}")
 
 
 def _check_size(key: str, value: object, most: int = 2**31) -> None:
@@ -126,7 +141,7 @@ def check_tensors(family: Family, geometry: Geometry, weights: Weights, *, conte
     for name in unused:
         twin = twins.get(name)
         if twin is not None and twin in tensors:
-            _check_equal(weights, name, twin, content)
+            _check_equal(weights, name, twin, content, tied=bool(geometry.config["tie_word_embeddings"]))
         elif not any(re.fullmatch(pattern, name) for pattern in ignored):
             more = len(unused) - 1
             also = f" (and {more} more)" if more else ""
@@ -147,7 +162,7 @@ def _ignored(family: Family, geometry: Geometry) -> Iterator[str]:
             yield rf"(.*\.)?layers\.{layer}\..*"
 
 
-def _check_equal(weights: Weights, name: str, twin: str, content: bool) -> None:
+def _check_equal(weights: Weights, name: str, twin: str, content: bool, *, tied: bool) -> None:
     repository, first, second = weights.repository, weights.tensors[name], weights.tensors[twin]
     equal = first.dtype == second.dtype and first.shape == second.shape and not {name, twin} & set(weights.encodings)
     if equal and content:
@@ -159,6 +174,8 @@ def _check_equal(weights: Weights, name: str, twin: str, content: bool) -> None:
             )
             for part in parts
         )
+    if not equal and not tied:
+        raise RequestError(f"{name} differs from {twin}, but MaxText has them as one in this model")
     if not equal:
         raise RequestError(
             f"config.json says that {name} is tied to {twin}, but the repository has both and they differ; "

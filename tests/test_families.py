@@ -327,6 +327,37 @@ def test_no_tower_is_claimed_for_a_text_only_name() -> None:
     assert next(entry for entry in entries() if entry["model_name"] == "gemma3-1b")["to_maxtext"][-1] == "unscanned"
 
 
+@pytest.mark.parametrize("value", ["x", [], ["full_attention"], {"a": 1}, 10**9, -1], ids=str)
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("qwen3.5", "layer_types"),
+        ("gemma4-31b", "num_kv_shared_layers"),
+        ("gemma4-e2b", "per_layer_config"),
+        ("deepseek3", "first_k_dense_replace"),
+        ("deepseek3", "num_nextn_predict_layers"),
+    ],
+)
+def test_spoiled_kinds_of_layers(family: str, key: str, value: Any, tmp_path: Path) -> None:
+    """What says which layers are alike may be anything: it is carried out or refused, at once."""
+    config, tensors = source(family)
+    config.get("text_config", config)[key] = value
+    write_folder(tmp_path / "hf", config, tensors)
+    given = [*words(family, scan_layers=False), f"hf_model_path={tmp_path / 'hf'}", "--dry_run"]
+    run = to_maxtext(*given, f"base_output_directory={tmp_path / 'out'}")
+    assert run.code in (0, 2), run.stderr
+    assert len(run.errors) == (run.code == 2)
+
+
+def test_output_embedding_of_its_own_where_maxtext_has_none(tmp_path: Path) -> None:
+    config, tensors = source("gemma3")
+    config["text_config"]["tie_word_embeddings"] = False
+    tensors["lm_head.weight"] = tensors["language_model.model.embed_tokens.weight"] + 1
+    write_folder(tmp_path / "hf", config, tensors)
+    why = refused(tmp_path / "hf", tmp_path / "out", "model_name=gemma3-4b")
+    assert "MaxText has them as one" in why
+
+
 def test_missing_size_of_another_model(tmp_path: Path) -> None:
     why = refused(DATA / "gemma4-31b" / "hf_bf16", tmp_path / "out", "model_name=gemma4-26b")
     assert "gemma4-26b" in why
