@@ -125,7 +125,7 @@ class Schedule:
     @property
     def batch(self) -> int:
         """Stored bytes to a transaction."""
-        return _batch(self.budget)
+        return _batch(self.budget, large=self.plan.largest_chunk >= LARGE_CHUNK_BYTES)
 
     @property
     def peak_memory(self) -> int:
@@ -181,9 +181,9 @@ def _process(devices: int, scratch: int) -> int:
     return BASE_BYTES + DEVICE_BYTES * devices + scratch
 
 
-def _batch(budget: int) -> int:
-    """Stored bytes after which what was written is committed to the database."""
-    return max(_MIN_BATCH, budget // 4)
+def _batch(budget: int, *, large: bool) -> int:
+    """Stored bytes after which what was written is committed to the database; a large chunk may come on top."""
+    return _MIN_BATCH if large else max(_MIN_BATCH, budget // 4)
 
 
 def _peak(chunks: Sequence[int], threads: int, *, large: bool) -> int:
@@ -191,9 +191,9 @@ def _peak(chunks: Sequence[int], threads: int, *, large: bool) -> int:
     size, most = sum(chunks), heapq.nlargest(threads, chunks)
     # Of large chunks one batch at a time is in memory, which ends with the chunk that made it too large.
     if large:
-        committing = _STORED_FRACTION * most[0] + (_batch(size) if len(chunks) > 1 else 0)
+        committing = _STORED_FRACTION * most[0] + (_batch(size, large=large) if len(chunks) > 1 else 0)
     else:
-        committing = (_TIGHT_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size)
+        committing = (_TIGHT_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size, large=large)
     return int(size + _STORED_FRACTION * sum(most) + committing)
 
 
