@@ -38,7 +38,7 @@ _KEPT_BATCHES, _TIGHT_BATCHES = 4.5, 3.5
 """Batches' worth of memory that stays with the process where small chunks come and go; what the heap then has in excess
 is given back, which costs time: more often where little is in memory."""
 
-_SMALL_BUDGET = 64 << 20
+_SMALL_BUDGET = 96 << 20
 """With less in memory, saving memory counts for more than speed."""
 
 PARALLEL_ZSTD_BYTES = 16 << 20
