@@ -14,6 +14,7 @@ from typing import Any
 
 from converter import places
 from converter.errors import RequestError
+from converter.hf.location import name_of, parse_location
 from converter.hf.repository import NO_CACHE, Access
 from converter.hf.spool import free_bytes
 from converter.maxtext.devices import MAX_DEVICES
@@ -199,7 +200,7 @@ def make_request(words: Words) -> Request:
     source = values["hf_model_path"] or family.models[name].hub
     if adapter and not adapter.merge:
         # Where MaxText's converter puts it.
-        output = output / name / Path(os.path.normpath(adapter.source)).name
+        output = output / name / name_of(parse_location(adapter.source, adapter.revision))
         source = values["hf_model_path"] or None
     return Request(
         model_name=name,

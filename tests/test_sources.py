@@ -26,7 +26,7 @@ from test_oracles import CASES, Case
 
 from converter.errors import RequestError
 from converter.hf.checksums import Pieces, combined
-from converter.hf.location import BucketFolder, Folder, HubModel, parse_location
+from converter.hf.location import BucketFolder, Folder, HubModel, name_of, parse_location
 
 MODEL = "qwen3-0.6b"
 REPO = "Qwen/Qwen3-0.6B"
@@ -102,6 +102,26 @@ def header_size(path: Path) -> int:
 )
 def test_location(text: str, revision: str | None, expected: object) -> None:
     assert parse_location(text, revision) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (".", "here"),
+        ("..", "above"),
+        ("below/", "below"),
+        ("link", "link"),
+        ("hf://org/name@v1", "name"),
+        ("gs://models/a/b/", "b"),
+        ("gs://models", "models"),
+    ],
+)
+def test_name_of_a_location(text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "above" / "here"
+    (here / "below").mkdir(parents=True)
+    (here / "link").symlink_to("below")
+    monkeypatch.chdir(here)
+    assert name_of(parse_location(text, None)) == name
 
 
 @pytest.mark.parametrize(

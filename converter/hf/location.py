@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,17 @@ class BucketFolder:
 
 
 Location = Folder | HubModel | BucketFolder
+
+
+def name_of(location: Location) -> str:
+    """What a folder that is made for it is called: the last part of its path."""
+    match location:
+        case Folder(path):
+            return Path(os.path.abspath(path)).name  # noqa: PTH100 - links keep their own names
+        case HubModel(repo, _):
+            return repo.rpartition("/")[2]
+        case BucketFolder():
+            return str(location).rpartition("/")[2]
 
 
 def parse_location(text: str, revision: str | None) -> Location:
