@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import buckets
 import ml_dtypes
 import numpy as np
 import pytest
+from buckets import Bucket
 from checkpoints import BFLOAT16, CONFIGS, DATA, random_tensors, shapes, write_folder
 from hub import running
 from reading import array_names, arrays, shardings, source_tensors, step_metadata
@@ -772,48 +772,47 @@ def test_from_the_hub_by_ranges(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("kind", ["adapter", "merged"])
-def test_from_a_bucket(kind: str, cached: bool, tmp_path: Path) -> None:
+def test_from_a_bucket(kind: str, cached: bool, bucket: Bucket, tmp_path: Path) -> None:
     """Adapter and base, or its config.json alone; what is merged and what is alone can be verified from there."""
     merge = ["load_parameters_path=merge"] if kind == "merged" else []
     cache = [f"--cache_dir={tmp_path / 'cache'}"] if cached else []
-    with buckets.running() as bucket:
-        base = bucket.add(DATA / "qwen3" / "hf_f32", "base")
-        adapter = bucket.add(DATA / "lora-qwen3" / "adapter_f32", "adapters/my lora")
-        env = {**bucket.environment(), "HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+    base = bucket.add(DATA / "qwen3" / "hf_f32", "base")
+    adapter = bucket.add(DATA / "lora-qwen3" / "adapter_f32", "adapters/my lora")
+    env = {**bucket.environment(), "HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+    run = to_maxtext_process(
+        *(*REMOTE[:2], f"hf_model_path={base}", f"hf_lora_adapter_path={adapter}/", *merge, *cache),
+        *(f"base_output_directory={tmp_path / 'o'}", f"--report={tmp_path / 'r'}"),
+        env=env,
+    )
+    assert run.code == 0, run.stderr
+    assert found_in(tmp_path / "o", kind, "my lora") == wanted_of(kind)
+    entry = json.loads((tmp_path / "r").read_bytes())["source" if kind == "adapter" else "adapter"]
+    assert entry["files"][0]["crc32c"]
+    at = tmp_path / "o" if kind == "merged" else tmp_path / "o" / "qwen3-0.6b" / "my lora"
+    words = ("--source", base, "--hf_lora_adapter_path", adapter, *cache, f"--report={tmp_path / 'v'}")
+    check = subprocess.run(
+        [sys.executable, "-m", "converter", "verify", at, *words],
+        env=environment(env),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert check.returncode == 0, check.stderr
+    checked = json.loads((tmp_path / "v").read_bytes())
+    assert checked["source" if kind == "adapter" else "adapter"] == {**entry, "repository": adapter}
+    if not cached:
+        # Damage is found by the object's checksum, before anything is published.
+        weights = bucket.folder / "adapters" / "my lora" / "adapter_model.safetensors"
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
         run = to_maxtext_process(
-            *(*REMOTE[:2], f"hf_model_path={base}", f"hf_lora_adapter_path={adapter}/", *merge, *cache),
-            *(f"base_output_directory={tmp_path / 'o'}", f"--report={tmp_path / 'r'}"),
+            *(*REMOTE[:2], f"hf_model_path={base}", f"hf_lora_adapter_path={adapter}", *merge),
+            f"base_output_directory={tmp_path / 'damaged'}",
             env=env,
         )
-        assert run.code == 0, run.stderr
-        assert found_in(tmp_path / "o", kind, "my lora") == wanted_of(kind)
-        entry = json.loads((tmp_path / "r").read_bytes())["source" if kind == "adapter" else "adapter"]
-        assert entry["files"][0]["crc32c"]
-        at = tmp_path / "o" if kind == "merged" else tmp_path / "o" / "qwen3-0.6b" / "my lora"
-        words = ("--source", base, "--hf_lora_adapter_path", adapter, *cache, f"--report={tmp_path / 'v'}")
-        check = subprocess.run(
-            [sys.executable, "-m", "converter", "verify", at, *words],
-            env=environment(env),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert check.returncode == 0, check.stderr
-        checked = json.loads((tmp_path / "v").read_bytes())
-        assert checked["source" if kind == "adapter" else "adapter"] == {**entry, "repository": adapter}
-        if not cached:
-            # Damage is found by the object's checksum, before anything is published.
-            weights = bucket.folder / "adapters" / "my lora" / "adapter_model.safetensors"
-            content = weights.read_bytes()
-            weights.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
-            run = to_maxtext_process(
-                *(*REMOTE[:2], f"hf_model_path={base}", f"hf_lora_adapter_path={adapter}", *merge),
-                f"base_output_directory={tmp_path / 'damaged'}",
-                env=env,
-            )
-            assert run.code == 3, run.stderr
-            assert "CRC-32C" in run.errors[0]
-            assert not [name for name in files_below(tmp_path / "damaged") if name.endswith("0")]
+        assert run.code == 3, run.stderr
+        assert "CRC-32C" in run.errors[0]
+        assert not [name for name in files_below(tmp_path / "damaged") if name.endswith("0")]
 
 
 def test_damaged_on_its_way_into_the_hubs_cache(tmp_path: Path) -> None:

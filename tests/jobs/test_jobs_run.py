@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import buckets
+from buckets import Bucket
 from commands import IMAGE, RUN
 
 from jobs.catalogue import catalogue
@@ -78,19 +78,18 @@ def test_a_pod_runs_to_its_end_and_its_replacement_goes_on(tiny: Callable[[str],
         assert (Path(output) / "0" / "items").is_dir()
 
 
-def test_a_model_in_a_bucket_is_downloaded_once(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_model_in_a_bucket_is_downloaded_once(tiny: Callable[[str], Path], bucket: Bucket, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     settings = make(None, Overrides(output_root=str(tmp_path / "out"), output_claim="results"))
-    with buckets.running() as bucket:
-        bucket.add(tiny(MODEL), "model")
-        job = render(Request(catalogue()[MODEL], RUN, IMAGE, source=bucket.url("model")), settings)
-        size = (tiny(MODEL) / "model.safetensors").stat().st_size
-        ended, copies = [], set()
-        for container in containers(job):
-            code, message = run(container, tmp_path, bucket.environment())
-            ended.append((code, message["result"]))
-            files = [path.stat() for path in (tmp_path / "cache").rglob("*")]
-            copies |= {file.st_ino for file in files if file.st_size == size}
+    bucket.add(tiny(MODEL), "model")
+    job = render(Request(catalogue()[MODEL], RUN, IMAGE, source=bucket.url("model")), settings)
+    size = (tiny(MODEL) / "model.safetensors").stat().st_size
+    ended, copies = [], set()
+    for container in containers(job):
+        code, message = run(container, tmp_path, bucket.environment())
+        ended.append((code, message["result"]))
+        files = [path.stat() for path in (tmp_path / "cache").rglob("*")]
+        copies |= {file.st_ino for file in files if file.st_size == size}
     assert ended == [(0, "converted"), (0, "converted"), (0, "equal")]
     assert len(copies) == 1
 
