@@ -23,7 +23,8 @@ jax.config.update("jax_num_cpu_devices", DEVICES)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of whoever runs the tests changes a conversion."""
     for key in os.environ:
-        if key.startswith(("HF_", "M_", "JOBSET_NAME")):
+        # The last one is what a conversion in this process has set for TensorStore.
+        if key.startswith(("HF_", "M_", "JOBSET_NAME", "TENSORSTORE_CA_")):
             monkeypatch.delenv(key)
 
 
