@@ -28,7 +28,7 @@ _WORKER_BYTES, _WORKERS_BYTES = 16_000_000, 36_000_000
 
 _MIN_BATCH = 32 << 20
 
-_STORED_FRACTION = 0.8
+_COMPRESSED = 0.8
 """What zstd leaves of bfloat16 weights."""
 
 _MARGIN = 0.95
@@ -154,7 +154,7 @@ class Schedule:
         return _together(large, self.workers(group))
 
     def _peak(self, chunks: Sequence[int]) -> int:
-        return _peak(chunks, self.threads, large=self.plan.largest_chunk >= LARGE_CHUNK_BYTES)
+        return _peak(self.plan, chunks, self.threads)
 
     def rereads(self, memory_limit: int) -> bool:
         """Whether the page cache is too small for the sources that a pass over them leaves for the next pass.
@@ -186,15 +186,16 @@ def _batch(budget: int, *, large: bool) -> int:
     return _MIN_BATCH if large else max(_MIN_BATCH, budget // 4)
 
 
-def _peak(chunks: Sequence[int], threads: int, *, large: bool) -> int:
-    """Bytes for chunks of these sizes in memory: they, the compressed form of those at work, and what is committed."""
+def _peak(plan: Plan, chunks: Sequence[int], threads: int) -> int:
+    """Bytes for chunks of these sizes in memory: they, the stored form of those at work, and what is committed."""
     size, most = sum(chunks), heapq.nlargest(threads, chunks)
+    stored = _COMPRESSED if plan.storage.compression else 1.0
     # Of large chunks one batch at a time is in memory, which ends with the chunk that made it too large.
-    if large:
-        committing = _STORED_FRACTION * most[0] + (_batch(size, large=large) if len(chunks) > 1 else 0)
+    if plan.largest_chunk >= LARGE_CHUNK_BYTES:
+        committing = stored * most[0] + (_batch(size, large=True) if len(chunks) > 1 else 0)
     else:
-        committing = (_TIGHT_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size, large=large)
-    return int(size + _STORED_FRACTION * sum(most) + committing)
+        committing = (_TIGHT_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size, large=False)
+    return int(size + stored * sum(most) + committing)
 
 
 def _together(chunks: Sequence[int], workers: int) -> int:
@@ -232,6 +233,5 @@ def _promised_budget(plan: Plan, threads: int, memory_limit: int, reading: Readi
     promised = (PROMISED_BYTES + PROMISED_CHUNKS * chunk) * _MARGIN
     room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices, reading.memory)
     counts = range(1, max(2, int(room // chunk) + 1))
-    large = chunk >= LARGE_CHUNK_BYTES
-    count = max(1, bisect.bisect_right(counts, room, key=lambda count: _peak([chunk] * count, threads, large=large)))
+    count = max(1, bisect.bisect_right(counts, room, key=lambda count: _peak(plan, [chunk] * count, threads)))
     return count * chunk
