@@ -38,6 +38,9 @@ _KEPT_BATCHES, _TIGHT_BATCHES = 4.5, 3.5
 """Batches' worth of memory that stays with the process where small chunks come and go; what the heap then has in excess
 is given back, which costs time: more often where little is in memory."""
 
+_LARGE_BATCHES = 1.5
+"""The same where chunks are large: one batch, and the gaps it leaves."""
+
 _SMALL_BUDGET = 96 << 20
 """With less in memory, saving memory counts for more than speed."""
 
@@ -192,7 +195,7 @@ def _peak(plan: Plan, chunks: Sequence[int], threads: int) -> int:
     stored = _COMPRESSED if plan.storage.compression else 1.0
     # Of large chunks one batch at a time is in memory, which ends with the chunk that made it too large.
     if plan.largest_chunk >= LARGE_CHUNK_BYTES:
-        committing = stored * most[0] + (_batch(size, large=True) if len(chunks) > 1 else 0)
+        committing = stored * most[0] + (_LARGE_BATCHES * _batch(size, large=True) if len(chunks) > 1 else 0)
     else:
         committing = (_TIGHT_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size, large=False)
     return int(size + stored * sum(most) + committing)
