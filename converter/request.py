@@ -200,7 +200,7 @@ def make_request(words: Words) -> Request:
     source = values["hf_model_path"] or family.models[name].hub
     if adapter and not adapter.merge:
         # Where MaxText's converter puts it.
-        output = output / name / name_of(parse_location(adapter.source, adapter.revision))
+        output = output / name / _adapter_name(adapter)
         source = values["hf_model_path"] or None
     return Request(
         model_name=name,
@@ -230,6 +230,13 @@ def make_request(words: Words) -> Request:
         notes=tuple(notes),
         adapter=adapter,
     )
+
+
+def _adapter_name(adapter: AdapterRequest) -> str:
+    try:
+        return name_of(parse_location(adapter.source, adapter.revision))
+    except RequestError as error:
+        raise RequestError(f"hf_lora_adapter_path: {error}") from error
 
 
 def _adapter(words: Words) -> AdapterRequest | None:
