@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import buckets
 import pytest
 import yaml
+from buckets import Server
 from containers import MODEL, ROOT, USER, Containers, finish, wait
 
 from jobs.render import Container
@@ -169,22 +169,22 @@ def test_a_job_goes_on_after_its_pod_was_killed(
         assert done.returncode == 0, done.stderr
 
 
-def test_a_job_writes_to_a_bucket(containers: Containers, claim: Path, tmp_path: Path) -> None:
-    with buckets.running("conversions") as bucket:
-        job = rendered(containers, bucket="conversions", source="/source")
-        mounts = {"/source": claim / "source"}
-        pod = Pod(containers, job, tmp_path / "1", claim, mounts, bucket.environment(), network="host")
-        ran = list(pod.run())
-        assert [(name, code) for name, code, _ in ran] == [(each.name, 0) for each in containers_of(job)], ran
-        folders = {variant: f"{MODEL}/to_maxtext/{variant}/{RUN}" for variant in ("scanned", "unscanned")}
-        wanted = {f"{folder}/{name}" for folder in folders.values() for name in ("report.json", "0/items/_METADATA")}
-        assert bucket.objects() >= wanted | {f"{folders['unscanned']}/check.json"}
-        assert json.loads(pod.message("check"))["result"] == "equal"
-        # Another pod of the Job finds all of it done.
-        again = Pod(containers, job, tmp_path / "2", claim, mounts, bucket.environment(), network="host")
-        assert all(code == 0 for _, code, _ in again.run())
-        for variant in folders:
-            assert json.loads(again.message(f"convert-{variant}"))["result"] == "skipped"
+def test_a_job_writes_to_a_bucket(containers: Containers, claim: Path, server: Server, tmp_path: Path) -> None:
+    bucket = server.make_bucket("conversions")
+    job = rendered(containers, bucket="conversions", source="/source")
+    mounts = {"/source": claim / "source"}
+    pod = Pod(containers, job, tmp_path / "1", claim, mounts, bucket.environment(), network="host")
+    ran = list(pod.run())
+    assert [(name, code) for name, code, _ in ran] == [(each.name, 0) for each in containers_of(job)], ran
+    folders = {variant: f"{MODEL}/to_maxtext/{variant}/{RUN}" for variant in ("scanned", "unscanned")}
+    wanted = {f"{folder}/{name}" for folder in folders.values() for name in ("report.json", "0/items/_METADATA")}
+    assert bucket.objects() >= wanted | {f"{folders['unscanned']}/check.json"}
+    assert json.loads(pod.message("check"))["result"] == "equal"
+    # Another pod of the Job finds all of it done.
+    again = Pod(containers, job, tmp_path / "2", claim, mounts, bucket.environment(), network="host")
+    assert all(code == 0 for _, code, _ in again.run())
+    for variant in folders:
+        assert json.loads(again.message(f"convert-{variant}"))["result"] == "skipped"
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:
