@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from functools import cache
 from typing import Any
 
 from converter.mapping import stored_shapes
@@ -17,8 +19,14 @@ _MAXTEXT = {"converter": "converts", "model": "model only", "": "no"}
 
 def parameter_count(family: Family, name: str) -> int:
     """Parameters in the repository that a name stands for, by its published geometry; tied ones once."""
-    config = family.fill(family.models[name].config)
-    return sum(math.prod(shape) for shape in stored_shapes(family, config).values())
+    return _count(family.name, json.dumps(family.models[name].config, sort_keys=True))
+
+
+@cache
+def _count(family: str, published: str) -> int:
+    """Names of one size share a geometry, and the largest takes a second."""
+    found = next(each for each in FAMILIES if each.name == family)
+    return sum(math.prod(shape) for shape in stored_shapes(found, found.fill(json.loads(published))).values())
 
 
 def conversions(family: Family, model: Model) -> list[str]:

@@ -261,10 +261,15 @@ class _Sizes:
 
     def __init__(self, family: Family, config: Mapping[str, Any], vocab_size: int) -> None:
         self._family, self._config, self._vocab_size = family, config, vocab_size
+        self._known: dict[str, int] = {}
 
     def __getitem__(self, name: str) -> int:
-        chosen = choice(name)
-        return chosen[1] if chosen else evaluate(name, lambda part: int(self._config[self._family.dims[part]]))
+        # Experts ask for the same few a hundred thousand times.
+        if name not in self._known:
+            chosen = choice(name)
+            size = chosen[1] if chosen else evaluate(name, lambda part: int(self._config[self._family.dims[part]]))
+            self._known[name] = size
+        return self._known[name]
 
     def product(self, names: tuple[str, ...]) -> int:
         return math.prod(self[name] for name in names)
