@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from converter import termination
 from converter.errors import ConverterError, RequestError, WorldError
+from converter.hf.space import existing
 
 SCHEME = "gs://"
 
@@ -127,25 +128,18 @@ def check_writable(directory: Path) -> None:
 
         termination.finish(try_it)
         return
-    found = existing_ancestor(directory)
+    found = existing(directory)
     if not found.is_dir():
         raise RequestError(f"cannot write to {directory}: {found} is a file")
     if not os.access(found, os.W_OK | os.X_OK):
         raise RequestError(f"cannot write to {directory}: {found} is read-only or not this user's")
 
 
-def existing_ancestor(path: Path) -> Path:
-    """`path` or the nearest directory above it that exists."""
-    while not path.exists():
-        path = path.parent
-    return path
-
-
 def check_space(directory: Path, needed: int) -> None:
     """Raise WorldError where less than `needed` bytes are free; a bucket has no end."""
     if is_remote(directory):
         return
-    free = shutil.disk_usage(existing_ancestor(directory)).free
+    free = shutil.disk_usage(existing(directory)).free
     if free < needed:
         raise WorldError(
             f"not enough space in {directory}: about {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
