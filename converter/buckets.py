@@ -1,8 +1,9 @@
 """Google Cloud Storage: single objects and trees of them, by `gs://` paths, and as the file system behind epath.
 
-Everything but the arrays' data goes through here; TensorStore's own driver moves those, with the retries that
-`TENSORSTORE` asks of it. Credentials are the application's default ones, on GKE those of Workload Identity. Only
-operations on objects are used, so that a role without any right on the bucket itself is enough.
+All that is written goes through here but the arrays' metadata and the index of databases, which TensorStore's own
+driver writes, with the retries that `TENSORSTORE` asks of it. Credentials are the application's default ones, on GKE
+those of Workload Identity. Only operations on objects are used, so that a role without any right on the bucket itself
+is enough.
 
 Transient failures (408, 429, 5xx, connections that break or stall, names that do not resolve, damaged downloads) are
 tried again until a deadline, as `retrying.py` does it; all others end the run at once
@@ -14,19 +15,22 @@ from __future__ import annotations
 import functools
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import google_crc32c
 from fsspec import register_implementation
 from fsspec.spec import AbstractFileSystem
 
-from converter import certificates, retrying
+from converter import certificates, gcs, retrying
 from converter.errors import RequestError, WorldError
 from converter.hf.checksums import crc32c, parse_crc32c
 from converter.maxtext.layout import COMMITTED
 
 if TYPE_CHECKING:
+    import requests
     from google.cloud.storage import Blob, Client
     from google.cloud.storage import Bucket as ClientBucket
 
@@ -58,6 +62,9 @@ user has set stays."""
 
 TIMEOUT_SECONDS = 60.0
 """Of one request: to connect, and between bytes of the answer."""
+
+_SEND_BYTES = 4 << 20
+"""Handed to the connection at a time."""
 
 _THREADS = 8
 """Objects copied or removed at a time; the client library keeps ten connections."""
@@ -106,6 +113,61 @@ def write(path: object, content: bytes) -> None:
     """Make or replace an object, which is there whole or not at all."""
     bucket, name = split(path)
     call(bucket, lambda: upload(_bucket(bucket).blob(name), content), of="bucket")
+
+
+def send(path: object, pieces: Sequence[bytes]) -> None:
+    """Make or replace an object of bytes given in pieces, none of which is copied.
+
+    The client library would copy each several times; checks and failures are as with `write`.
+    """
+    bucket, name = split(path)
+    for check in before_write:
+        check()
+    expected = 0
+    for piece in pieces:
+        expected = google_crc32c.extend(expected, piece)
+
+    def attempt() -> None:
+        response = _session().post(
+            gcs.address("upload/", bucket),
+            params={"uploadType": "media", "name": name},
+            data=cast(Iterable[bytes], _Body(pieces)),
+            headers={"Content-Type": "application/octet-stream"},
+            timeout=TIMEOUT_SECONDS,
+            allow_redirects=False,
+        )
+        response.raise_for_status()
+        if (told := response.json().get("crc32c")) and parse_crc32c(told) != expected:
+            raise ConnectionError(f"{name} was damaged on its way into the bucket")
+
+    call(bucket, attempt, of="bucket")
+
+
+class _Body:
+    """Pieces as the body of a request, of known length; they may be sent again."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pieces))
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for piece in self._pieces:
+            for start in range(0, len(piece), _SEND_BYTES):
+                # The time limit is for each of these.
+                yield memoryview(piece)[start : start + _SEND_BYTES]
+
+
+_sessions = threading.local()
+
+
+def _session() -> requests.Session:
+    """This thread's."""
+    found: requests.Session | None = getattr(_sessions, "session", None)
+    if found is None:
+        found = _sessions.session = gcs.session(gcs.READ_WRITE)
+    return found
 
 
 def upload(blob: Blob, content: bytes, *, generation: int | None = None) -> None:

@@ -32,7 +32,7 @@ from converter.mapping import Parameter, parameters
 from converter.maxtext import devices
 from converter.maxtext.checkpoint import is_complete
 from converter.maxtext.layout import ITEM, PARAMS, ROOT
-from converter.maxtext.orbax import OpenArray, Storage, Write, save
+from converter.maxtext.orbax import Storage, Store, Write, save
 from converter.plan import Plan, make_plan
 from converter.progress import Meter, Phases
 from converter.reading import ReadBox, box_reader
@@ -276,7 +276,7 @@ def _scheduled(request: Request, made: list[Parameter], weights: Weights, root: 
     if budget is not None and budget < plan.largest_chunk:
         log.warning("memory_budget=%d is below the largest chunk: raised to its %d bytes", budget, plan.largest_chunk)
         budget = plan.largest_chunk
-    return plan, make_schedule(plan, budget, request.threads, cached, reading)
+    return plan, make_schedule(plan, budget, request.threads, cached, reading, remote=places.is_remote(request.output))
 
 
 def expected_stored(plan: Plan) -> int:
@@ -338,12 +338,12 @@ def _write(
             stop,
         )
 
-        def write(arrays: list[OpenArray]) -> Mapping[str, bytes]:
+        def write(store: Store) -> Mapping[str, bytes]:
             with (
                 phases.phase("write"),
                 reading_ahead(weights, planned.schedule, planned.in_memory, planned.reads, stop),
             ):
-                writer.write(arrays)
+                writer.write(store)
             if remote is not None:
                 with phases.phase("check"):
                     remote.check()
@@ -380,9 +380,9 @@ def _save(
         [array.leaf for array in planned.plan.arrays],
         planned.plan.storage,
         custom_metadata=planned.metadata,
-        threads=request.threads,
         ts_context=places.context(target),
         write=write,
+        window=planned.schedule.window,
     )
     try:
         while not saving.done():

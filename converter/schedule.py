@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from converter.datafiles import OBJECT_BYTES
 from converter.memory import LARGE_CHUNK_BYTES
 from converter.plan import ArrayPlan, Chunk, Plan
 
@@ -26,23 +27,17 @@ DEVICE_BYTES = 120_000
 _WORKER_BYTES, _WORKERS_BYTES = 16_000_000, 36_000_000
 """What zstd takes for each of several threads that compress one chunk together, and for all of them."""
 
-_MIN_BATCH = 32 << 20
+_WINDOW_BYTES = 64 << 20
+"""On their way into a bucket at a time: two objects, so that the connection is never idle."""
+
+_GAP_BYTES = 16 << 20
+"""Of gaps in the heap, between what lives short and what lives long."""
 
 _COMPRESSED = 0.8
 """What zstd leaves of bfloat16 weights."""
 
 _MARGIN = 0.95
 """Of the promise may be predicted, since a prediction is not exact."""
-
-_KEPT_BATCHES, _TIGHT_BATCHES = 4.5, 3.5
-"""Batches' worth of memory that stays with the process where small chunks come and go; what the heap then has in excess
-is given back, which costs time: more often where little is in memory."""
-
-_LARGE_BATCHES = 1.5
-"""The same where chunks are large: one batch, and the gaps it leaves."""
-
-_SMALL_BUDGET = 96 << 20
-"""With less in memory, saving memory counts for more than speed."""
 
 PARALLEL_ZSTD_BYTES = 16 << 20
 """Chunks from this size on are compressed by several threads when there are fewer chunks than threads."""
@@ -81,6 +76,7 @@ class Schedule:
       threads: how many threads fill, compress and write.
       at_once: groups in memory: with two, the next one is filled while the last one is compressed.
       reading: what reading the source takes.
+      remote: the checkpoint goes into a bucket.
     """
 
     plan: Plan
@@ -88,6 +84,7 @@ class Schedule:
     threads: int
     at_once: int
     reading: Reading = MAPPED
+    remote: bool = False
 
     @property
     def group_budget(self) -> int:
@@ -126,9 +123,9 @@ class Schedule:
         return max((sum(aligned(chunk.nbytes) for chunk in group) for group in self.groups), default=0)
 
     @property
-    def batch(self) -> int:
-        """Stored bytes to a transaction."""
-        return _batch(self.budget, large=self.plan.largest_chunk >= LARGE_CHUNK_BYTES)
+    def window(self) -> int:
+        """Stored bytes that are on their way into a bucket at a time; 0 where they go to a disk."""
+        return _window(self.budget) if self.remote else 0
 
     @property
     def peak_memory(self) -> int:
@@ -157,7 +154,7 @@ class Schedule:
         return _together(large, self.workers(group))
 
     def _peak(self, chunks: Sequence[int]) -> int:
-        return _peak(self.plan, chunks, self.threads)
+        return _peak(self.plan, chunks, self.threads, self.window)
 
     def rereads(self, memory_limit: int) -> bool:
         """Whether the page cache is too small for the sources that a pass over them leaves for the next pass.
@@ -184,21 +181,22 @@ def _process(devices: int, scratch: int) -> int:
     return BASE_BYTES + DEVICE_BYTES * devices + scratch
 
 
-def _batch(budget: int, *, large: bool) -> int:
-    """Stored bytes after which what was written is committed to the database; a large chunk may come on top."""
-    return _MIN_BATCH if large else max(_MIN_BATCH, budget // 4)
+def _window(budget: int) -> int:
+    return max(_WINDOW_BYTES, budget // 4)
 
 
-def _peak(plan: Plan, chunks: Sequence[int], threads: int) -> int:
-    """Bytes for chunks of these sizes in memory: they, the stored form of those at work, and what is committed."""
-    size, most = sum(chunks), heapq.nlargest(threads, chunks)
-    stored = _COMPRESSED if plan.storage.compression else 1.0
-    # Of large chunks one batch at a time is in memory, which ends with the chunk that made it too large.
-    if plan.largest_chunk >= LARGE_CHUNK_BYTES:
-        committing = stored * most[0] + (_LARGE_BATCHES * _batch(size, large=True) if len(chunks) > 1 else 0)
-    else:
-        committing = (_TIGHT_BATCHES if size < _SMALL_BUDGET else _KEPT_BATCHES) * _batch(size, large=False)
-    return int(size + stored * sum(most) + committing)
+def _peak(plan: Plan, chunks: Sequence[int], threads: int, window: int) -> int:
+    """Bytes for chunks of these sizes in memory: they, the stored form of those at work, and what is being sent.
+
+    Args:
+      window: bytes that are on their way into a bucket, 0 on a disk.
+    """
+    most = heapq.nlargest(threads, chunks)
+    # What is not compressed is written to a disk from where it is, and copied on its way into a bucket.
+    share = _COMPRESSED if plan.storage.compression else float(window > 0)
+    stored = [int(share * chunk) for chunk in most]
+    sending = max(window, *stored[:1]) + OBJECT_BYTES if window else 0
+    return sum(chunks) + sum(stored) + sending + _GAP_BYTES
 
 
 def _together(chunks: Sequence[int], workers: int) -> int:
@@ -209,7 +207,13 @@ def _together(chunks: Sequence[int], workers: int) -> int:
 
 
 def make_schedule(
-    plan: Plan, budget: int | None, threads: int, memory_limit: int, reading: Reading = MAPPED
+    plan: Plan,
+    budget: int | None,
+    threads: int,
+    memory_limit: int,
+    reading: Reading = MAPPED,
+    *,
+    remote: bool = False,
 ) -> Schedule:
     """Choose the groups; None leaves the budget to what the promise on memory allows.
 
@@ -220,21 +224,26 @@ def make_schedule(
       budget: bytes of chunks in memory, as the user gave it.
       memory_limit: bytes this process may use; 0 where nothing caches the source.
       reading: what reading the source takes.
+      remote: the checkpoint goes into a bucket.
     """
     chunk = max(1, plan.largest_chunk)
-    promised = _promised_budget(plan, threads, memory_limit, reading) if budget is None else budget
+    promised = _promised_budget(plan, threads, memory_limit, reading, remote) if budget is None else budget
     enough = 2 * chunk * math.ceil(max(_BUSY_BYTES / chunk, threads) / 2)
-    overlapped = Schedule(plan, promised if budget is not None else min(promised, enough), threads, 2, reading)
+    overlapped = Schedule(plan, promised if budget is not None else min(promised, enough), threads, 2, reading, remote)
     if promised < 2 * chunk or overlapped.rereads(memory_limit):
-        return Schedule(plan, promised, threads, 1, reading)
+        return Schedule(plan, promised, threads, 1, reading, remote)
     return overlapped
 
 
-def _promised_budget(plan: Plan, threads: int, memory_limit: int, reading: Reading) -> int:
+def _promised_budget(plan: Plan, threads: int, memory_limit: int, reading: Reading, remote: bool) -> int:
     """Bytes of chunks that the promise on memory allows, and no more than a quarter of the machine."""
     chunk = max(1, plan.largest_chunk)
     promised = (PROMISED_BYTES + PROMISED_CHUNKS * chunk) * _MARGIN
     room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices, reading.memory)
     counts = range(1, max(2, int(room // chunk) + 1))
-    count = max(1, bisect.bisect_right(counts, room, key=lambda count: _peak(plan, [chunk] * count, threads)))
+
+    def peak(count: int) -> int:
+        return _peak(plan, [chunk] * count, threads, _window(count * chunk) if remote else 0)
+
+    count = max(1, bisect.bisect_right(counts, room, key=peak))
     return count * chunk

@@ -1,4 +1,4 @@
-"""The writer: fills chunks from the source, compresses them and hands them to the key-value store, group by group."""
+"""The writer: fills chunks from the source, compresses them and hands them to the store, group by group."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
-from converter import memory
+from converter import datafiles
 from converter.copying import copy_box
 from converter.hf import decoding
 from converter.mapping import Box, Piece
-from converter.maxtext.orbax import OpenArray
+from converter.maxtext.orbax import Store
 from converter.plan import Chunk
 from converter.reading import ReadBox
 from converter.schedule import PARALLEL_ZSTD_BYTES, Schedule, aligned
@@ -58,31 +56,20 @@ class Writer:
     on_stored: Callable[[int, int], None]
     stop: threading.Event
 
-    def write(self, arrays: Iterable[OpenArray]) -> None:
-        """Write every chunk of the schedule into `arrays`.
+    def write(self, store: Store) -> None:
+        """Write every chunk of the schedule.
 
         Raises:
           Stopped: `stop` was set.
         """
-        stores = {array.leaf.name: array.store for array in arrays}
-        batches = _Batches(self.schedule) if self.schedule.plan.storage.ocdbt else None
-        try:
-            with ThreadPoolExecutor(self.schedule.threads, thread_name_prefix="converter") as pool:
-                try:
-                    self._write_groups(pool, stores, batches)
-                except BaseException:
-                    pool.shutdown(cancel_futures=True)
-                    raise
-            if batches is not None:
-                batches.finish()
-        except BaseException:
-            if batches is not None:
-                batches.abort()
-            raise
+        with ThreadPoolExecutor(self.schedule.threads, thread_name_prefix="converter") as pool:
+            try:
+                self._write_groups(pool, store)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
-    def _write_groups(
-        self, pool: ThreadPoolExecutor, stores: Mapping[str, ts.KvStore], batches: _Batches | None
-    ) -> None:
+    def _write_groups(self, pool: ThreadPoolExecutor, store: Store) -> None:
         """Fill group after group; each is stored while the next is filled.
 
         The pool works in the order of submission: a thread takes what is to be stored first, else what is to be filled.
@@ -97,12 +84,7 @@ class Writer:
             buffers = _buffers(group, blocks[number % len(blocks)])
             self._fill(pool, group, buffers, backwards=bool(number % 2))
             workers = self.schedule.workers(group)
-            storing.append(
-                [
-                    pool.submit(self._store, chunk, buffers, workers, stores[chunk.array.name], batches)
-                    for chunk in group
-                ]
-            )
+            storing.append([pool.submit(self._store, chunk, buffers, workers, store) for chunk in group])
         for futures in storing:
             _finish(futures)
 
@@ -126,80 +108,20 @@ class Writer:
         for _ in pool.map(fill, _bundles(tasks)):
             pass
 
-    def _store(
-        self,
-        chunk: Chunk,
-        buffers: dict[Chunk, np.ndarray],
-        workers: int,
-        target: ts.KvStore,
-        batches: _Batches | None,
-    ) -> None:
+    def _store(self, chunk: Chunk, buffers: dict[Chunk, np.ndarray], workers: int, store: Store) -> None:
         if self.stop.is_set():
             raise Stopped
         content = buffers.pop(chunk)
         if self.on_chunk is not None:
             self.on_chunk(chunk, content)
         value = chunk.array.format.encode(content, workers if chunk.nbytes >= PARALLEL_ZSTD_BYTES else 1)
-        del content
-        key, stored = chunk.array.format.key(chunk.index), len(value)
-        if batches is None:
-            target.write(key, value).result()
-        else:
-            batches.write(target, key, value)
-        self.on_stored(chunk.nbytes, stored)
+        store(chunk.array.name, chunk.array.format.key(chunk.index), value)
+        self.on_stored(chunk.nbytes, datafiles.size(value))
 
 
 def _finish(futures: Iterable[Future[None]]) -> None:
     for future in futures:
         future.result()
-
-
-class _Batches:
-    """Writes to an OCDBT database in transactions of a bounded size, one of them being committed at a time.
-
-    A transaction holds its values in memory; without one, every chunk would be a file of its own.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._limit = schedule.batch
-        self._one = schedule.plan.largest_chunk >= memory.LARGE_CHUNK_BYTES
-        self._lock = threading.Lock()
-        self._transaction = ts.Transaction()
-        self._size = 0
-        self._committing: ts.Future[Any] | None = None
-
-    def write(self, store: ts.KvStore, key: str, value: bytes) -> None:
-        with self._lock:
-            if self._one:
-                self.wait()
-            store.with_transaction(self._transaction).write(key, value).result()
-            self._size += len(value)
-            if self._size >= self._limit:
-                self._commit()
-
-    def wait(self) -> None:
-        """Until the last commit is done."""
-        if self._committing is not None:
-            self._committing.result()
-            self._committing = None
-
-    def finish(self) -> None:
-        with self._lock:
-            self._commit()
-            self.wait()
-
-    def abort(self) -> None:
-        """Give up what is not committed; nothing is written any more when this returns."""
-        with self._lock:
-            self._transaction.abort()
-            if self._committing is not None:
-                # Whether it succeeds no longer matters, only that it has ended.
-                self._committing.exception()
-
-    def _commit(self) -> None:
-        self.wait()
-        self._committing = self._transaction.commit_async()
-        self._transaction, self._size = ts.Transaction(), 0
 
 
 def _buffers(group: tuple[Chunk, ...], block: np.ndarray) -> dict[Chunk, np.ndarray]:

@@ -397,6 +397,11 @@ def start_held(forks: Forks, bucket: Bucket, proxy: Proxy, *words: object, **set
     return run
 
 
+def wait_for_a_chunk(run: Fork, bucket: Bucket, prefix: str = "out/0/") -> None:
+    """Until one is in the bucket: those that are not held take a moment."""
+    run.wait_until(lambda: any(name.startswith(prefix) and "/c/" in name for name in bucket.objects()))
+
+
 def expire(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dead one's lease has ended at once; the service's clock has whole seconds."""
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", -2.0)
@@ -437,7 +442,7 @@ def test_sigterm_cleans_up(bucket: Bucket, server: Server, forks: Forks, tmp_pat
     message = tmp_path / "message.json"
     with held(server) as proxy:
         run = start_held(forks, bucket, proxy, f"--termination_message={message}")
-        assert any("/c/" in name for name in bucket.objects())
+        wait_for_a_chunk(run, bucket)
         run.terminate()
         proxy.faults = SLOW
         done = run.wait()
@@ -504,11 +509,11 @@ def test_sigkill_and_the_next_run(
     """The killed one blocks for less than two minutes; whoever comes then starts anew."""
     with held(server) as proxy:
         run = start_held(forks, bucket, proxy)
+        wait_for_a_chunk(run, bucket)
         run.send(signal.SIGKILL)
         run.wait()
     left = bucket.objects()
     assert "out/0.lease" in left
-    assert any("/c/" in name for name in left)
     check_no_checkpoint(bucket)
     for mode in ("refuse", "skip", "overwrite"):
         refused(convert(bucket, f"--if_exists={mode}"), 3, "another converter is writing")
@@ -639,7 +644,7 @@ def test_interrupted_overwrite_keeps_the_old_one(
     before = {name: bucket.read(name) for name in bucket.objects()}
     with held(server) as proxy:
         run = start_held(forks, bucket, proxy, "--if_exists=overwrite")
-        assert any("0.replacement" in name and "/c/" in name for name in bucket.objects())
+        wait_for_a_chunk(run, bucket, "out/0.replacement/")
         if number == signal.SIGTERM:
             run.terminate()
             proxy.faults = SLOW

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -74,16 +74,27 @@ def test_checksum_is_sent_and_compared(first: list[tuple[int, dict[str, Any]]], 
         assert f'"crc32c": "{CRC32C}"'.encode() in body
 
 
-def test_always_damaged(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [[], [stored("AAAAAA==")], [(503, {}), stored("AAAAAA==")]])
+def test_pieces_are_sent_as_one_object(first: list[tuple[int, dict[str, Any]]], service: Service) -> None:
+    service.answers = [*first, stored(CRC32C)]
+    buckets.send("gs://models/x", [CONTENT[:4], b"", CONTENT[4:]])
+    assert service.bodies == [CONTENT] * (len(first) + 1)
+
+
+@pytest.mark.parametrize("write", [buckets.write, lambda path, content: buckets.send(path, [content])])
+def test_always_damaged(write: Callable[[str, bytes], None], service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "DEADLINE_SECONDS", 0.2)
-    service.answers = [(400, REFUSAL)] * 10_000
+    service.answers = [(400, REFUSAL), stored("AAAAAA==")] * 5_000
     with pytest.raises(buckets.Unreachable):
-        buckets.write("gs://models/x", CONTENT)
+        write("gs://models/x", CONTENT)
     assert len(service.bodies) > 2
 
 
-def test_other_requests_that_are_wrong_are_not_tried_again(service: Service) -> None:
+@pytest.mark.parametrize("write", [buckets.write, lambda path, content: buckets.send(path, [content])])
+def test_other_requests_that_are_wrong_are_not_tried_again(
+    write: Callable[[str, bytes], None], service: Service
+) -> None:
     service.answers = [(400, {"error": {"code": 400, "message": "Invalid argument"}})] * 10
     with pytest.raises(buckets.Refused):
-        buckets.write("gs://models/x", CONTENT)
+        write("gs://models/x", CONTENT)
     assert len(service.bodies) == 1

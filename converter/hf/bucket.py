@@ -1,27 +1,20 @@
 """Folders of Google Cloud Storage as repositories: the JSON API, with the machine's own credentials.
 
 Facts: https://cloud.google.com/storage/docs/json_api/v1/objects (list, get with alt=media and generation; crc32c of
-every object). STORAGE_EMULATOR_HOST names another server, without credentials, as Google's own libraries have it.
+every object).
 """
 
 from __future__ import annotations
 
-import os
 import re
-from functools import cache
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any
 
-from converter import retrying
+from converter import gcs, retrying
 from converter.errors import ConverterError, RequestError, WorldError
 from converter.hf.checksums import parse_crc32c
 from converter.hf.location import BucketFolder
 from converter.hf.remote import RemoteFile, Server, ask
 
-if TYPE_CHECKING:
-    import requests
-
-_SCOPE = "https://www.googleapis.com/auth/devstorage.read_only"
 _PAGE = 1000
 _MOST_OBJECTS, _MOST_PAGES = 100_000, 1000
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -34,12 +27,11 @@ def find(folder: BucketFolder, *, seconds: float) -> Server:
       RequestError: no such bucket or folder, or no access to it.
       WorldError: the service failed for too long.
     """
-    endpoint = _endpoint()
-    items = _list(folder, f"{endpoint}/storage/v1/b/{quote(folder.bucket, safe='')}/o", seconds)
+    items = _list(folder, seconds)
     files = {}
     try:
         for item in items:
-            if (file := _file(folder, endpoint, item)) is not None:
+            if (file := _file(folder, item)) is not None:
                 files[file.name] = file
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WorldError(f"the list of objects in {folder} makes no sense; try again later") from error
@@ -48,7 +40,7 @@ def find(folder: BucketFolder, *, seconds: float) -> Server:
     return Server(
         str(folder),
         files,
-        _session,
+        lambda: gcs.session(gcs.READ_ONLY),
         lambda name, status: _refused(folder, status, name),
         seconds,
         # The session authorises whatever it asks for, and the service sends nobody elsewhere.
@@ -56,7 +48,7 @@ def find(folder: BucketFolder, *, seconds: float) -> Server:
     )
 
 
-def _file(folder: BucketFolder, endpoint: str, item: dict[str, Any]) -> RemoteFile | None:
+def _file(folder: BucketFolder, item: dict[str, Any]) -> RemoteFile | None:
     """An object as a file, None where it is none of this folder or has a name that no file of ours has.
 
     Raises:
@@ -69,23 +61,22 @@ def _file(folder: BucketFolder, endpoint: str, item: dict[str, Any]) -> RemoteFi
     generation, size = str(item["generation"]), str(item["size"])
     if not _NUMBER.fullmatch(generation) or not _NUMBER.fullmatch(size):
         raise ValueError("no number")
-    media = f"{endpoint}/download/storage/v1/b/{quote(folder.bucket, safe='')}/o/{quote(item['name'], safe='')}"
     return RemoteFile(
         name,
         int(size),
-        f"{media}?alt=media&generation={generation}",
+        f"{gcs.address('download/', folder.bucket, item['name'])}?alt=media&generation={generation}",
         # Objects encrypted with a customer's key tell none.
         crc32c=parse_crc32c(item["crc32c"]) if item.get("crc32c") else None,
         generation=generation,
     )
 
 
-def _list(folder: BucketFolder, url: str, seconds: float) -> list[dict[str, Any]]:
+def _list(folder: BucketFolder, seconds: float) -> list[dict[str, Any]]:
     from google.auth.exceptions import GoogleAuthError
 
     items: list[dict[str, Any]] = []
     token: str | None = None
-    session = _session()
+    session = gcs.session(gcs.READ_ONLY)
     for _ in range(_MOST_PAGES):
         query = {
             "prefix": folder.prefix,
@@ -98,7 +89,7 @@ def _list(folder: BucketFolder, url: str, seconds: float) -> list[dict[str, Any]
         try:
             page = ask(
                 session,
-                url,
+                gcs.address("", folder.bucket),
                 query,
                 what=f"listing {folder}",
                 seconds=seconds,
@@ -130,32 +121,3 @@ def _refused(folder: BucketFolder, status: int, name: str | None = None) -> Conv
     if status == 404:
         return RequestError(f"there is no bucket {folder.bucket}")
     return RequestError(f"Google Cloud Storage refuses {where} (HTTP {status})")
-
-
-def _endpoint() -> str:
-    host = os.environ.get("STORAGE_EMULATOR_HOST")
-    if not host:
-        return "https://storage.googleapis.com"
-    return (host if "://" in host else f"http://{host}").rstrip("/")
-
-
-def _session() -> requests.Session:
-    from google.auth.transport.requests import AuthorizedSession
-
-    # Retries are one place's business, which has a total deadline.
-    return AuthorizedSession(_credentials(), max_refresh_attempts=1)  # type: ignore[no-untyped-call]
-
-
-@cache
-def _credentials() -> Any:
-    import google.auth
-    from google.auth.credentials import AnonymousCredentials
-    from google.auth.exceptions import DefaultCredentialsError
-
-    if os.environ.get("STORAGE_EMULATOR_HOST"):
-        return AnonymousCredentials()  # type: ignore[no-untyped-call]
-    try:
-        return google.auth.default(scopes=[_SCOPE])[0]
-    except DefaultCredentialsError:
-        # Enough for public buckets; others answer with 401.
-        return AnonymousCredentials()  # type: ignore[no-untyped-call]

@@ -9,7 +9,6 @@ is the compressed bytes alone.
 
 from __future__ import annotations
 
-import io
 import struct
 import threading
 from collections.abc import Mapping
@@ -19,6 +18,8 @@ from typing import Any
 import google_crc32c
 import numpy as np
 from zstandard import ZstdCompressor
+
+from converter.datafiles import Buffer
 
 _compressors = threading.local()
 """Each thread's compressors by level: making one takes a page fault for every 4 KiB of its tables."""
@@ -42,16 +43,19 @@ class ChunkFormat:
             return "/".join(("c", *map(str, index)))
         return ".".join(map(str, index)) or "0"
 
-    def encode(self, chunk: np.ndarray, workers: int) -> bytes:
-        """The stored bytes of a C-contiguous little-endian chunk, compressed by `workers` threads."""
-        data = chunk.reshape(-1).view(np.uint8).data
-        # Compressed in one call, from and to where the data are: in pieces, zstd copies them to a window of its own.
-        out = io.BytesIO(bytes(data) if self.level is None else _compressor(self.level, workers).compress(data))
-        if self.zarr3:
-            index = struct.pack("<QQ", 0, out.seek(0, io.SEEK_END))
-            out.write(index)
-            out.write(struct.pack("<I", google_crc32c.value(index)))
-        return out.getvalue()
+    def encode(self, chunk: np.ndarray, workers: int) -> list[Buffer]:
+        """The stored bytes, in pieces, of a C-contiguous little-endian chunk, compressed by `workers` threads.
+
+        What is not compressed is the chunk's own memory.
+        """
+        data: Buffer = chunk.reshape(-1).view(np.uint8).data
+        if self.level is not None:
+            # In one call, from where the data are: in pieces, zstd copies them to a window of its own.
+            data = _compressor(self.level, workers).compress(data)
+        if not self.zarr3:
+            return [data]
+        index = struct.pack("<QQ", 0, len(data))
+        return [data, index + struct.pack("<I", google_crc32c.value(index))]
 
 
 def _compressor(level: int, workers: int) -> ZstdCompressor:

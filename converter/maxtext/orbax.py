@@ -34,11 +34,13 @@ from orbax.checkpoint._src.serialization import (
     types,
 )
 
+from converter.datafiles import DATA_FILE_BYTES, Buffer, open_files
 from converter.maxtext import devices
 from converter.maxtext.layout import ITEM
+from converter.maxtext.ocdbt import Database
 
-DATA_FILE_BYTES = 2 << 30
-"""Target size of an OCDBT data file, MaxText's DEFAULT_OCDBT_TARGET_DATA_FILE_SIZE."""
+_DATABASE = "ocdbt.process_1"
+"""The database of the chunks, beside Orbax's `ocdbt.process_0`, which keeps the arrays' metadata; both are merged."""
 
 _NODE_CACHE_BYTES = 16 << 20
 """Cache of the OCDBT database's index while it is written; Orbax's own limit is 100 MB."""
@@ -81,15 +83,10 @@ class Leaf:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class OpenArray:
-    """An array that exists, still empty, and where its chunks go."""
+Store = Callable[[str, str, Sequence[Buffer]], None]
+"""Takes a chunk's array, its key below the array's own and its bytes, in pieces; from several threads."""
 
-    leaf: Leaf
-    store: ts.KvStore
-
-
-Write = Callable[[list[OpenArray]], Mapping[str, bytes]]
+Write = Callable[[Store], Mapping[str, bytes]]
 """Writes the data of the created arrays; returns further files of the step, by name."""
 
 
@@ -144,11 +141,11 @@ class _ScalarHandler(type_handlers.ScalarHandler):  # type: ignore[misc]
 class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
     """Creates each leaf's array as Orbax would, then lets `write` fill them all."""
 
-    def __init__(self, typestr: str, threads: int, scalars: _ScalarHandler, write: Write) -> None:
+    def __init__(self, typestr: str, scalars: _ScalarHandler, write: Write, window: int) -> None:
         self._typestr = typestr
         self._scalars = scalars
-        self._threads = threads
         self._write = write
+        self._window = window
         self._array_metadata_store = array_metadata_store.Store()
 
     def typestr(self) -> str:
@@ -181,18 +178,12 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
         sharded = any(sharding is not None for sharding in shardings)
         if sharded:
             await jax_array_handlers._async_serialize_shardings(shardings, infos, primary_host=0)
-        context = ts.Context(
-            {
-                "cache_pool#ocdbt": {"total_bytes_limit": _NODE_CACHE_BYTES},
-                "data_copy_concurrency": {"limit": self._threads},
-            },
-            parent=infos[0].ts_context,
-        )
+        context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _NODE_CACHE_BYTES}}, parent=infos[0].ts_context)
         # One writer after the other: two would contend for the database's manifest.
         for scalar in await asyncio.wrap_future(self._scalars.begun):
             await asyncio.to_thread(scalar.result)
         transaction = ts.Transaction(atomic=True) if ocdbt else None
-        created, metadatas = [], []
+        metadatas = []
         for leaf, info, arg in zip(values, infos, args, strict=True):
             await info.await_path_creation()
             spec = tensorstore_utils.build_array_write_spec(
@@ -204,20 +195,32 @@ class _StreamedHandler(types.TypeHandler):  # type: ignore[misc]
                 use_ocdbt=ocdbt,
                 process_index=ocdbt_utils.get_process_index_for_subdir(ocdbt),
             )
-            array = await ts.open(ts.Spec(spec.json), create=True, open=True, context=context, transaction=transaction)
-            store = array.kvstore
-            assert store is not None, "zarr arrays lie in a key-value store"
-            created.append((leaf, store))
+            await ts.open(ts.Spec(spec.json), create=True, open=True, context=context, transaction=transaction)
             metadatas.append(spec.metadata)
         if transaction is not None:
             await transaction.commit_async()
-        opened = [OpenArray(leaf, store.with_transaction(None)) for leaf, store in created]
         if sharded:
             await self._array_metadata_store.write(
                 checkpoint_dir=infos[0].parent_dir, array_metadatas=metadatas, process_index=0
             )
-        for name, content in self._write(opened).items():
+        for name, content in self._fill(infos[0].parent_dir, ocdbt).items():
             (infos[0].parent_dir.parent / name).write_bytes(content)
+
+    def _fill(self, directory: Path, ocdbt: bool) -> Mapping[str, bytes]:
+        """Let the arrays' chunks be written; what else is to be."""
+        files = open_files(directory / _DATABASE if ocdbt else directory, self._window)
+        try:
+            if ocdbt:
+                database = Database(files)
+                others = self._write(lambda array, key, value: database.write(f"{array}/{key}", value))
+                database.finish()
+            else:
+                others = self._write(lambda array, key, value: files.put(f"{array}/{key}", value))
+                files.finish()
+        except BaseException:
+            files.abort()
+            raise
+        return others
 
 
 def save(
@@ -226,9 +229,9 @@ def save(
     storage: Storage,
     *,
     custom_metadata: Mapping[str, Any],
-    threads: int,
     ts_context: Mapping[str, Any],
     write: Write,
+    window: int,
 ) -> None:
     """Save a MaxText checkpoint step of these parameters at `directory`, which appears whole or not at all.
 
@@ -236,17 +239,17 @@ def save(
       directory: the step's directory, which must not exist.
       leaves: the parameters; below `params` they become a TrainState.
       custom_metadata: of the step.
-      threads: TensorStore's, for what it copies and compresses itself.
       ts_context: TensorStore's context for the directory.
-      write: called with the created arrays; must write every chunk, and return when they are written
-        what other files the step is to have, by name.
+      write: called when the arrays are created, with what stores a chunk; must write every chunk, and return when they
+        are written what other files the step is to have, by name.
+      window: bytes that are on their way into a bucket at a time.
     """
     for context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
         # What Orbax itself reads and writes with TensorStore: the step, and the databases that it merges.
         context.update(ts_context)
     sharded = bool(leaves) and leaves[0].device_count > 1
     scalars = _ScalarHandler()
-    streamed = _StreamedHandler("jax.Array" if sharded else "np.ndarray", threads, scalars, write)
+    streamed = _StreamedHandler("jax.Array" if sharded else "np.ndarray", scalars, write, window)
     handlers = [(int, scalars), (Leaf, streamed)]
     if sharded:
         # Orbax takes the write shapes that it notes in the tree's metadata from the store of this type's handler.

@@ -1,0 +1,224 @@
+"""Where chunks go: files that are appended to or written whole, on a disk or in a bucket.
+
+What is written here belongs to a checkpoint that is not complete, so that nothing need appear at once; what `finish`
+has returned for is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from converter import places
+
+Buffer = bytes | memoryview
+"""A piece of a value: bytes, or a view of some (its items) that change later."""
+
+DATA_FILE_BYTES = 2 << 30
+"""Size from which on nothing is appended to a file, MaxText's DEFAULT_OCDBT_TARGET_DATA_FILE_SIZE."""
+
+OBJECT_BYTES = 32 << 20
+"""The same of an object in a bucket, which is in memory until it is sent."""
+
+_UPLOADS = 16
+"""Objects sent at a time at most."""
+
+_SYNC_BYTES = 128 << 20
+"""Written to a file between two times that the disk is asked to store it: at the end alone would take long then."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value is: a file, by its path from the directory, and bytes in it."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class DataFiles(Protocol):
+    """Files below a directory; what several threads may call."""
+
+    def append(self, value: Sequence[Buffer]) -> Place:
+        """Store a value given in pieces in one of the files."""
+
+    def put(self, name: str, value: Sequence[Buffer]) -> None:
+        """Make a file of a value."""
+
+    def finish(self) -> None:
+        """Store what is only in memory or the kernel's; the last call."""
+
+    def abort(self) -> None:
+        """Write nothing any more; the last call."""
+
+
+def open_files(directory: Path, window: int) -> DataFiles:
+    """The files of a directory, which need not exist.
+
+    Args:
+      window: bytes that are on their way into a bucket at a time, or one value if that is more.
+    """
+    return _Objects(directory, window) if places.is_remote(directory) else _Files(directory)
+
+
+def size(value: Sequence[Buffer]) -> int:
+    """Bytes of a value given in pieces."""
+    return sum(map(len, value))
+
+
+def _new_name() -> str:
+    """As TensorStore names data files."""
+    return f"d/{secrets.token_hex(16)}"
+
+
+class _File:
+    """One file that is appended to, by one thread at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.name = _new_name()
+        self.size = 0
+        self.unsynced = 0
+        self.syncing: Future[None] | None = None
+        self.descriptor = _create(directory / self.name)
+
+
+class _Files:
+    """On a disk. There are as many files as threads that write at a time: the kernel lets one in at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._all: list[_File] = []
+        self._free: list[_File] = []
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
+
+    def append(self, value: Sequence[Buffer]) -> Place:
+        try:
+            file = self._free.pop()
+        except IndexError:
+            file = _File(self._directory)
+            self._all.append(file)
+        place = Place(file.name, file.size, size(value))
+        _write(file.descriptor, value)
+        file.size += place.length
+        file.unsynced += place.length
+        if file.unsynced >= _SYNC_BYTES and (file.syncing is None or file.syncing.done()):
+            file.unsynced = 0
+            self._sync(file)
+        if file.size < DATA_FILE_BYTES:
+            self._free.append(file)
+        return place
+
+    def _sync(self, file: _File) -> None:
+        if file.syncing is not None:
+            file.syncing.result()
+        file.syncing = self._pool.submit(os.fsync, file.descriptor)
+
+    def put(self, name: str, value: Sequence[Buffer]) -> None:
+        descriptor = _create(self._directory / name)
+        try:
+            _write(descriptor, value)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def finish(self) -> None:
+        for file in self._all:
+            self._sync(file)
+        for file in self._all:
+            assert file.syncing is not None
+            file.syncing.result()
+        self._close()
+
+    def abort(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        while self._all:
+            os.close(self._all.pop().descriptor)
+
+
+def _create(path: Path) -> int:
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(parents=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def _write(descriptor: int, value: Sequence[Buffer]) -> None:
+    rest = [memoryview(piece) for piece in value]
+    while rest:
+        written = os.writev(descriptor, rest)
+        while rest and written >= len(rest[0]):
+            written -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][written:]
+
+
+class _Objects:
+    """In a bucket, where an object is there whole or not at all: values are gathered to `OBJECT_BYTES`, then sent."""
+
+    def __init__(self, directory: Path, window: int) -> None:
+        self._directory = directory
+        self._window = window
+        self._pool = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="upload")
+        self._lock = threading.Lock()
+        self._name = _new_name()
+        self._gathered: list[bytes] = []
+        self._sending: deque[tuple[int, Future[None]]] = deque()
+        self._on_way = 0
+
+    def append(self, value: Sequence[Buffer]) -> Place:
+        kept = _kept(value)
+        with self._lock:
+            place = Place(self._name, size(self._gathered), size(kept))
+            self._gathered += kept
+            if place.offset + place.length >= OBJECT_BYTES:
+                self._send_gathered()
+        return place
+
+    def put(self, name: str, value: Sequence[Buffer]) -> None:
+        with self._lock:
+            self._send(name, _kept(value))
+
+    def _send_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        self._send(self._name, gathered)
+        self._name = _new_name()
+
+    def _send(self, name: str, value: Sequence[bytes]) -> None:
+        """Send an object, once there is room for it on the way."""
+        from converter import buckets
+
+        nbytes = size(value)
+        while self._sending and (self._on_way + nbytes > self._window or len(self._sending) >= 2 * _UPLOADS):
+            self._await_oldest()
+        self._sending.append((nbytes, self._pool.submit(buckets.send, self._directory / name, value)))
+        self._on_way += nbytes
+
+    def _await_oldest(self) -> None:
+        nbytes, sent = self._sending.popleft()
+        sent.result()
+        self._on_way -= nbytes
+
+    def finish(self) -> None:
+        with self._lock:
+            if self._gathered:
+                self._send_gathered()
+            while self._sending:
+                self._await_oldest()
+            self._pool.shutdown()
+
+    def abort(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _kept(value: Sequence[Buffer]) -> list[bytes]:
+    return [piece if isinstance(piece, bytes) else piece.tobytes() for piece in value]
