@@ -48,9 +48,6 @@ SAVE_DTYPES = {"bfloat16": NUMPY_DTYPES["BF16"], "float32": NUMPY_DTYPES["F32"]}
 _ORBAX_THREADS = ("streamed_arrays", "np_type_handler", "write_metadata")
 """How the names of the threads begin in which Orbax saves."""
 
-_TRIM_FROM = 0.95
-"""Of the predicted memory from which on what is free in the heap is given back."""
-
 _REMOTE_BYTES = 24_000_000
 """Memory that the libraries for HTTP and credentials take, for a source and for an output."""
 
@@ -322,7 +319,6 @@ def _write(
     devices.start(request.devices)
     if planned.schedule.returns_memory:
         memory.return_large_blocks()
-    monitor.expected = int(_TRIM_FROM * planned.schedule.peak_memory)
     digests = report.Digests()
     stop = threading.Event()
     target = output.target(request.output, overwrite=request.if_exists == "overwrite")

@@ -25,7 +25,7 @@ Buffer = bytes | memoryview
 DATA_FILE_BYTES = 2 << 30
 """Size from which on nothing is appended to a file, MaxText's DEFAULT_OCDBT_TARGET_DATA_FILE_SIZE."""
 
-OBJECT_BYTES = 32 << 20
+OBJECT_BYTES = 16 << 20
 """The same of an object in a bucket, which is in memory until it is sent."""
 
 _UPLOADS = 16

@@ -23,9 +23,6 @@ LARGE_CHUNK_BYTES = 32 << 20
 
 _SAMPLE_SECONDS = 0.02
 
-_TRIM_SECONDS = 0.1
-"""Between two times that free memory is given back: each costs page faults afterwards."""
-
 
 def limit() -> int:
     """Bytes this process may use: the machine's memory or its cgroup's limit, whichever is less."""
@@ -55,13 +52,6 @@ def return_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-
-
-def return_free_pages() -> None:
-    """Make glibc give back what is free in the midst of its heap."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
 
 
 @dataclass(frozen=True)
@@ -122,13 +112,10 @@ class Monitor:
 
     Attributes:
       current: the last sample.
-      expected: bytes of anonymous memory above which what is free in the heap is given back; None: never. A heap that
-        holds small and large blocks grows gaps, most of all where a slow disk makes them live long.
     """
 
     def __init__(self) -> None:
         self.current = usage()
-        self.expected: int | None = None
         self._peak = self.current
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
@@ -148,16 +135,8 @@ class Monitor:
         return self._peak
 
     def _run(self) -> None:
-        trimmed = 0.0
         while not self._stop.is_set():
             self._sample()
-            if (
-                self.expected is not None
-                and self.current.anonymous > self.expected
-                and time.monotonic() - trimmed > _TRIM_SECONDS
-            ):
-                return_free_pages()
-                trimmed = time.monotonic()
             time.sleep(_SAMPLE_SECONDS)
 
     def _sample(self) -> None:

@@ -27,8 +27,8 @@ DEVICE_BYTES = 120_000
 _WORKER_BYTES, _WORKERS_BYTES = 16_000_000, 36_000_000
 """What zstd takes for each of several threads that compress one chunk together, and for all of them."""
 
-_WINDOW_BYTES = 64 << 20
-"""On their way into a bucket at a time: two objects, so that the connection is never idle."""
+_WINDOW_BYTES = 3 * OBJECT_BYTES
+"""On their way into a bucket at a time, so that no connection waits for the next object."""
 
 _GAP_BYTES = 16 << 20
 """Of gaps in the heap, between what lives short and what lives long."""

@@ -6,12 +6,7 @@ import mmap
 import time
 from collections.abc import Callable
 
-import psutil
-
 from converter.memory import Monitor
-
-_BLOCK = 20_000
-"""Bytes: too large for Python's own allocator, too small for a mapping of its own."""
 
 
 def wait_for(found: Callable[[], bool]) -> None:
@@ -19,20 +14,6 @@ def wait_for(found: Callable[[], bool]) -> None:
     while not found():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_gaps_in_the_heap_are_given_back() -> None:
-    """Every second block is freed, so that the heap cannot shrink from its end."""
-    blocks = [b"%d" % i * (_BLOCK // len(b"%d" % i)) for i in range(8_000)]
-    process = psutil.Process()
-    del blocks[::2]
-    time.sleep(0.1)
-    before = process.memory_info().rss
-    assert before > 120e6, "it goes only when asked for"
-    with Monitor() as monitor:
-        monitor.expected = 0
-        wait_for(lambda: process.memory_info().rss < before - 40e6)
-    assert len(blocks) == 4_000
 
 
 def test_the_peak_stays_when_memory_goes() -> None:
