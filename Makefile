@@ -73,6 +73,7 @@ lint: setup  ## Check style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m mypy --config-file tests/mypy.ini
 	$(INFRA_PY) -m mypy -p infra
 
 format: setup  ## Rewrite the code in the project's style

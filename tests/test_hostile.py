@@ -160,23 +160,20 @@ def write_header(source: Path, text: bytes, data: bytes = b"") -> None:
     (source / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-BOMBS: dict[str, Callable[[Path], None]] = {
+BOMBS: dict[str, Callable[[Path], object]] = {
     "a-header-of-spaces": lambda source: write_header(source, b"{" + b" " * 99_000_000 + b"}"),
     "a-header-of-tensors": lambda source: write_header(
         source, b"{%s}" % b",".join(b'"%d":{"dtype":"F4","shape":[0],"data_offsets":[0,0]}' % i for i in range(10**6))
     ),
     "a-header-of-lists": lambda source: write_header(source, b'{"a":[' + b"[]," * 30_000_000 + b"[]]}"),
     "a-header-of-digits": lambda source: write_header(source, b'{"a":' + b"1" * 90_000_000 + b"}"),
-    "a-config-of-lists": lambda source: (source / "config.json").write_bytes(b'{"a":[' + b"[]," * 30_000_000 + b"[]]}")
-    and None,
+    "a-config-of-lists": lambda source: (source / "config.json").write_bytes(b'{"a":[' + b"[]," * 30_000_000 + b"[]]}"),
     "a-billion-layers": lambda source: (source / "config.json").write_text(
         json.dumps({**CONFIGS[MODEL], "num_hidden_layers": 10**9})
-    )
-    and None,
+    ),
     "an-enormous-vocabulary": lambda source: (source / "config.json").write_text(
         json.dumps({**CONFIGS[MODEL], "vocab_size": 2**31 - 1})
-    )
-    and None,
+    ),
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +218,7 @@ def repository(folder: Path, tensors: Tensors, quantization: Mapping[str, Any], 
     return open_repository(locate(str(folder), revision=None, token=None))
 
 
-def check_boxes(opened: Repository, name: str, expected: np.ndarray, boxes: list[tuple[slice, ...]]) -> None:
+def check_boxes(opened: Repository, name: str, expected: np.ndarray, boxes: Sequence[tuple[slice, ...]]) -> None:
     """Boxes of a tensor decode to those of `expected`, float32, and to what it rounds to."""
     for dtype, whole in ((FLOAT32, expected), (BFLOAT16, to_bfloat16(expected))):
         weights = open_weights(opened, dtype)
