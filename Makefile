@@ -51,8 +51,9 @@ test-image: $(VENV)/.image  ## Build the image on a small Debian and run convers
 	$(VENV)/bin/hadolint images/*/Dockerfile
 	$(PY) -m pytest -m slow -rs tests/images
 
+# Two at a time; what runs alone is left so: it measures memory and time, or ends processes at its moments.
 test: setup  ## Run the fast tests
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist worksteal
 	$(INFRA_PY) -m pytest --confcutdir=tests/infra tests/infra
 
 test-slow: setup  ## Run the slow tests (memory, speed of large checkpoints, kill tests)
@@ -73,6 +74,7 @@ lint: setup  ## Check style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m mypy --config-file tests/mypy.ini
 	$(INFRA_PY) -m mypy -p infra
 
 format: setup  ## Rewrite the code in the project's style

@@ -310,12 +310,26 @@ def _shape(rule: Rule, sizes: _Sizes) -> tuple[int, ...]:
     return tuple(sizes.axis(axis) for axis in parse_pattern(rule.pattern).target)
 
 
+def _named(form: Form) -> list[str]:
+    """The dimensions that stand in the tensors' names."""
+    return re.findall(r"\{(\w+)\}", form.source)
+
+
+def _names(form: Form, sizes: _Sizes) -> Iterator[str]:
+    """Every tensor that fills the parameter, by its name below its layer."""
+    if not form.source:
+        return
+    named = _named(form)
+    for values in np.ndindex(*(sizes[name] for name in named)):
+        yield form.source.format(**dict(zip(named, values, strict=True)))
+
+
 def _sources(rule: Rule, form: Form, sizes: _Sizes) -> Iterator[_Source]:
     """What fills the parameter, one entry for each tensor and each box."""
     if not form.source:
         return
     pattern = parse_pattern(form.pattern)
-    named = re.findall(r"\{(\w+)\}", form.source)
+    named = _named(form)
     repeated = [name for axis in pattern.target for name in axis.outer]
     shape = _stored_shape(pattern.stored, sizes)
     rows = pattern.stored[0]
@@ -465,12 +479,17 @@ def stored_shapes(
     geometry = Geometry(config, int(config["vocab_size"]), layers, multimodal)
     sizes = _Sizes(family, config, geometry.vocab_size)
     name = namer(family, tensors or {})
+    # Layers are alike, and a large model's experts are named once and not once in each.
+    below: dict[Form, tuple[list[str], tuple[int, ...]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for placed in _placed(family, geometry, scan=False):
         layer = 0 if placed.layers is None else int(placed.layers)
         form = _form(placed, layer, sizes, name, tensors)
-        for source in _sources(placed.rule, form, sizes):
-            shapes[name(placed.source(layer, source.name))] = source.stored_shape
+        if form not in below:
+            below[form] = list(_names(form, sizes)), _stored_shape(parse_pattern(form.pattern).stored, sizes)
+        names, shape = below[form]
+        for each in names:
+            shapes[name(placed.source(layer, each))] = shape
     return shapes
 
 

@@ -1,6 +1,6 @@
 """`verify`: read every array back from storage and hold it against the repository, chunk by chunk.
 
-Each stored chunk is read by TensorStore and cut into the boxes that single tensors fill; a box is looked at through
+Stored chunks are read by TensorStore and cut into the boxes that single tensors fill; a box is looked at through
 the tensor's own axes and compared with it bit for bit. Where a rule does arithmetic, which rounding makes
 irreversible, the source's values go through it again and the results are compared.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,9 @@ _FLIGHT_BYTES = 256 << 20
 
 _COMPARED_ELEMENTS = 8 << 20
 """Elements compared at a time."""
+
+_TOGETHER_BYTES = 1 << 16
+"""Chunks are read together up to this size: a norm's are a few bytes each, and every read has its price."""
 
 
 @dataclass(frozen=True)
@@ -402,10 +406,14 @@ def _expected(parameter: Parameter, box: Box, read: ReadBox) -> np.ndarray:
 
 
 def _blocks(array: StoredArray) -> Iterator[Box]:
-    """Boxes of whole stored chunks."""
-    starts = (range(0, size, chunk) for size, chunk in zip(array.shape, array.chunk_shape, strict=True))
+    """Boxes of whole stored chunks, small ones taken together."""
+    shape, nbytes = list(array.chunk_shape), math.prod(array.chunk_shape) * np.dtype(array.dtype).itemsize
+    for axis in reversed(range(len(shape))):
+        count = max(1, min(-(-array.shape[axis] // shape[axis]), _TOGETHER_BYTES // max(1, nbytes)))
+        shape[axis] *= count
+        nbytes *= count
+    starts = (range(0, size, part) for size, part in zip(array.shape, shape, strict=True))
     for corner in itertools.product(*starts):
         yield tuple(
-            slice(start, min(start + chunk, size))
-            for start, chunk, size in zip(corner, array.chunk_shape, array.shape, strict=True)
+            slice(start, min(start + part, size)) for start, part, size in zip(corner, shape, array.shape, strict=True)
         )

@@ -115,7 +115,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         return folder
     names = list(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(shards):
         part = names[i * len(names) // shards : (i + 1) * len(names) // shards]
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 _BLOCK_BYTES = 1 << 16
@@ -77,6 +78,11 @@ class Faults:
 NO_FAULTS = Faults()
 
 
+def one(kind: str, rate: float = 1.0, **settings: Any) -> Faults:
+    """Faults of one kind."""
+    return Faults(**{kind: rate, **settings})
+
+
 def seeded(seed: int, checked: Callable[[str], bool]) -> Faults:
     """Faults of one kind or of several, on 1 to 30 % of the requests; some stall for ten seconds; some have no hope.
 
@@ -85,14 +91,15 @@ def seeded(seed: int, checked: Callable[[str], bool]) -> Faults:
     decide = random.Random(seed)
     rate = decide.uniform(0.01, 0.3)
     kinds = ("error", "refuse", "lose", "reset", "truncate")
+    several: dict[str, Any] = {kind: rate / len(kinds) for kind in kinds}
     which = decide.random()
     if which < 0.1:
         return Faults(seed, error=0.9)
     if which < 0.2:
-        return Faults(seed, **{kind: rate / len(kinds) for kind in kinds}, stall=0.01, stall_seconds=10.0)
+        return Faults(seed, **several, stall=0.01, stall_seconds=10.0)
     if which < 0.6:
-        return Faults(seed, **{kind: rate / len(kinds) for kind in kinds}, stall=0.02, stall_seconds=0.3)
-    return Faults(seed, **{decide.choice((*kinds, "flip")): rate}, checked=checked)
+        return Faults(seed, **several, stall=0.02, stall_seconds=0.3)
+    return one(decide.choice((*kinds, "flip")), rate, seed=seed, checked=checked)
 
 
 class Proxy:

@@ -216,8 +216,8 @@ def mxfp4() -> Quantised:
         stored[f"{tensor}_blocks"] = codes.reshape(experts, rows, columns // 32, 16)
         stored[f"{tensor}_scales"] = exponents
         with np.errstate(over="ignore"):
-            wide = dequantised_four_bits(codes, exponents)
-        narrow[tensor] = np.ascontiguousarray(to_bfloat16(wide).swapaxes(1, 2))
+            plain = dequantised_four_bits(codes, exponents)
+        narrow[tensor] = np.ascontiguousarray(to_bfloat16(plain).swapaxes(1, 2))
     wide = {name: values.astype(np.float32) for name, values in narrow.items()}
     return Quantised(name, config, stored, wide, narrow)
 

@@ -78,11 +78,12 @@ def stored_array(step: Path, name: str, driver: str = "zarr3") -> Stored:
     else:
         kvstore["path"] = f"{name}/"
     array = ts.open({"driver": driver, "kvstore": kvstore, "open": True}).result()
+    layout: Any = array.chunk_layout
     return Stored(
         array.read().result(),
         array.spec().to_json()["metadata"],
-        tuple(array.chunk_layout.write_chunk.shape or ()),
-        tuple(array.chunk_layout.read_chunk.shape or ()),
+        tuple(layout.write_chunk.shape or ()),
+        tuple(layout.read_chunk.shape or ()),
     )
 
 

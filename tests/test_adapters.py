@@ -349,7 +349,7 @@ def test_patterns_are_those_of_peft(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, str]]:
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, dict[str, str]]]:
     """A model of several tiles each way, an adapter for it, and the digests of what numpy makes of both."""
     folder = tmp_path_factory.mktemp("large")
     sizes = {"hidden_size": 208, "intermediate_size": 400, "head_dim": 80, "num_attention_heads": 4, "vocab_size": 64}

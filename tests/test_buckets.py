@@ -19,7 +19,7 @@ import buckets as servers
 import pytest
 from buckets import TOKEN, Bucket, Server
 from checkpoints import write_tiny
-from faults import NO_FAULTS, Faults, Proxy
+from faults import NO_FAULTS, Faults, Proxy, one
 from forking import Fork, Forks
 from oracle import SCANNED, SOURCE, WORDS
 from running import ROOT, Run, environment, to_maxtext, to_maxtext_process
@@ -319,13 +319,13 @@ def test_damaged_download_is_tried_again(
     content = bytes(range(256))
     bucket.put("out/some", content)
     seen = itertools.count()
-    faults = Faults(**{fault: 1.0}, only=lambda _, address: "alt=media" in address and next(seen) < 3)
+    faults = one(fault, only=lambda _, address: "alt=media" in address and next(seen) < 3)
     with Proxy(server.url, faults) as proxy:
         use(proxy.url, monkeypatch)
         assert buckets.read(bucket.url("out/some")) == content
         assert proxy.count(fault) == 3
         monkeypatch.setattr(buckets, "DEADLINE_SECONDS", 0.5)
-        proxy.faults = Faults(**{fault: 1.0})
+        proxy.faults = one(fault)
         with pytest.raises(buckets.Unreachable, match="try again later"):
             buckets.read(bucket.url("out/some"))
 
@@ -356,7 +356,8 @@ def test_failure_in_the_middle_leaves_nothing(bucket: Bucket, server: Server, mo
 def test_failure_before_the_data_is_no_wait(bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Orbax's threads wait up to five minutes for each other's signals; none waits for what has failed."""
     monkeypatch.setattr(buckets, "DEADLINE_SECONDS", 1.0)
-    faults = Faults(error=1, statuses=(503,), only=lambda _, address: re.search("out%2F0%2Fitems(%2F)?[?&]", address))
+    step = re.compile("out%2F0%2Fitems(%2F)?[?&]")
+    faults = Faults(error=1, statuses=(503,), only=lambda _, address: step.search(address) is not None)
     with Proxy(server.url, faults) as proxy:
         use(proxy.url, monkeypatch)
         began = time.monotonic()

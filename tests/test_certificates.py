@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hub as stand_in
 import pytest
@@ -19,7 +20,7 @@ from tls import Front, certificate
 MODEL = "qwen3-0.6b"
 REPO = "Qwen/Qwen3-0.6B"
 
-CERTIFICATES = {
+CERTIFICATES: dict[str, tuple[dict[str, Any], str]] = {
     "self-signed": ({}, "self-signed certificate"),
     "another host's": ({"host": "example.com"}, "self-signed certificate"),
     "expired": ({"days": -1}, "self-signed certificate"),

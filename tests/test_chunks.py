@@ -97,8 +97,8 @@ def test_planned_chunks_of_many_shapes(tmp_path: Path) -> None:
 
     generator = random.Random(0)
     sizes = (1, 2, 3, 5, 7, 12, 16, 18, 32, 48, 96)
-    shapes = {tuple(generator.choices(sizes, k=rank)) for rank in (1, 2, 3, 4) for _ in range(12)}
-    shapes = sorted(shape for shape in shapes if np.prod(shape) < 20_000)
+    drawn = {tuple(generator.choices(sizes, k=rank)) for rank in (1, 2, 3, 4) for _ in range(12)}
+    shapes = sorted(shape for shape in drawn if np.prod(shape) < 20_000)
     chunk_bytes = 600
     tree = {"x".join(map(str, shape)): sharded(np.zeros(shape, BFLOAT16), maxtext_spec(shape)) for shape in shapes}
     plain_orbax_save(tmp_path / "items", tree, chunk_bytes)

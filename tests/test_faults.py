@@ -11,7 +11,7 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 import pytest
-from faults import Faults, Proxy
+from faults import Faults, Proxy, one
 
 CONTENT = bytes(range(256)) * 400
 
@@ -75,7 +75,7 @@ def test_errors(upstream: str) -> None:
 
 @pytest.mark.parametrize(("fault", "seen"), [("refuse", 0), ("lose", 1)])
 def test_resets_without_an_answer(fault: str, seen: int, upstream: str) -> None:
-    with Proxy(upstream, Faults(**{fault: 1.0})) as proxy, pytest.raises(ConnectionError):
+    with Proxy(upstream, one(fault)) as proxy, pytest.raises(ConnectionError):
         ask(proxy.url, "/a")
     assert _Echo.seen["/a"] == seen
 
@@ -94,7 +94,7 @@ def test_truncates(upstream: str) -> None:
 
 @pytest.mark.parametrize("fault", ["flip", "flip_sent"])
 def test_flips_one_bit(fault: str, upstream: str) -> None:
-    with Proxy(upstream, Faults(**{fault: 1.0})) as proxy:
+    with Proxy(upstream, one(fault)) as proxy:
         _, content, _ = ask(proxy.url, "/a", "PUT", CONTENT)
     differing = [a ^ b for a, b in zip(content, CONTENT, strict=True) if a != b]
     assert len(differing) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import struct
 import time
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 from checkpoints import CONFIGS, INDEX, shapes, write_tiny
+from forking import Forks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from running import Run, files_below, to_maxtext, to_maxtext_process
+from running import Run, files_below, to_maxtext
 
 MODEL = "qwen3-8b"
 SECONDS = 10
@@ -138,13 +140,18 @@ def test_any_bytes_as_config(content: bytes, source: Path, tmp_path: Path) -> No
 # Single harms, each in a process of its own, whose memory is looked at
 
 
-def refused(source: Path, tmp_path: Path, *words: object) -> Run:
+def refused(forks: Forks, source: Path, tmp_path: Path) -> Run:
     start = time.monotonic()
     message = tmp_path / "message.json"
-    run = to_maxtext_process(
+    fork = forks.start(
         f"model_name={MODEL}", f"base_output_directory={tmp_path / 'out'}", f"hf_model_path={source}",
-        f"--termination_message={message}", *words, timeout=60,
+        f"--termination_message={message}", env={}, settings={},
     )  # fmt: skip
+    try:
+        fork.wait_until(lambda: fork.ended)
+    finally:
+        fork.send(signal.SIGKILL)
+        run = fork.wait()
     assert time.monotonic() - start < SECONDS
     assert run.code == 2, run.stderr
     assert len(run.errors) == 1, run.stderr
@@ -160,35 +167,32 @@ def write_header(source: Path, text: bytes, data: bytes = b"") -> None:
     (source / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-BOMBS: dict[str, Callable[[Path], None]] = {
+BOMBS: dict[str, Callable[[Path], object]] = {
     "a-header-of-spaces": lambda source: write_header(source, b"{" + b" " * 99_000_000 + b"}"),
     "a-header-of-tensors": lambda source: write_header(
         source, b"{%s}" % b",".join(b'"%d":{"dtype":"F4","shape":[0],"data_offsets":[0,0]}' % i for i in range(10**6))
     ),
     "a-header-of-lists": lambda source: write_header(source, b'{"a":[' + b"[]," * 30_000_000 + b"[]]}"),
     "a-header-of-digits": lambda source: write_header(source, b'{"a":' + b"1" * 90_000_000 + b"}"),
-    "a-config-of-lists": lambda source: (source / "config.json").write_bytes(b'{"a":[' + b"[]," * 30_000_000 + b"[]]}")
-    and None,
+    "a-config-of-lists": lambda source: (source / "config.json").write_bytes(b'{"a":[' + b"[]," * 30_000_000 + b"[]]}"),
     "a-billion-layers": lambda source: (source / "config.json").write_text(
         json.dumps({**CONFIGS[MODEL], "num_hidden_layers": 10**9})
-    )
-    and None,
+    ),
     "an-enormous-vocabulary": lambda source: (source / "config.json").write_text(
         json.dumps({**CONFIGS[MODEL], "vocab_size": 2**31 - 1})
-    )
-    and None,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_bomb(kind: str, source: Path, tmp_path: Path) -> None:
+def test_bomb(kind: str, forks: Forks, source: Path, tmp_path: Path) -> None:
     BOMBS[kind](source)
-    refused(source, tmp_path)
+    refused(forks, source, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("kind", ["loop", "nowhere", "device", "endless", "fifo", "folder"])
-def test_what_is_no_file(name: str, kind: str, source: Path, tmp_path: Path) -> None:
+def test_what_is_no_file(name: str, kind: str, forks: Forks, source: Path, tmp_path: Path) -> None:
     path = source / name
     path.unlink()
     match kind:
@@ -204,11 +208,11 @@ def test_what_is_no_file(name: str, kind: str, source: Path, tmp_path: Path) -> 
             os.mkfifo(path)
         case "folder":
             path.mkdir()
-    refused(source, tmp_path)
+    refused(forks, source, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a\0b", "x" * 10_000, "..", "a/../../b", "\ud800"])
-def test_name_of_a_tensor_stays_a_name(name: str, source: Path, tmp_path: Path) -> None:
+def test_name_of_a_tensor_stays_a_name(name: str, forks: Forks, source: Path, tmp_path: Path) -> None:
     """Nothing on disk is ever called as a tensor is."""
     content = (source / "model.safetensors").read_bytes()
     size = int.from_bytes(content[:8], "little")
@@ -216,5 +220,5 @@ def test_name_of_a_tensor_stays_a_name(name: str, source: Path, tmp_path: Path) 
     header[name] = header.pop("model.norm.weight")
     before = files_below(tmp_path)
     write_header(source, json.dumps(header).encode(), content[8 + size :])
-    refused(source, tmp_path)
+    refused(forks, source, tmp_path)
     assert files_below(tmp_path) == before

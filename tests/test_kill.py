@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -224,7 +225,7 @@ def test_killed_again_and_again(source: Path, expected: Digests, tmp_path: Path)
     output = tmp_path / "out"
     for moment in ("data-begun", "step-begun", "data-half"):
         process = start(source, output)
-        wait_for(process, lambda moment=moment: MOMENTS[moment](output))
+        wait_for(process, functools.partial(MOMENTS[moment], output))
         end(process, signal.SIGKILL)
         check_no_step(output)
     check_next_run(source, output, expected)

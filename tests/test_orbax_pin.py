@@ -103,7 +103,8 @@ def test_private_names_exist() -> None:
             missing.add(module)
             continue
         for node in ast.walk(tree):
-            used = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
-            if used and not hasattr(imported, node.attr):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name) or node.value.id != name:
+                continue
+            if not hasattr(imported, node.attr):
                 missing.add(f"{module}.{node.attr}")
     assert not missing, f"gone from orbax-checkpoint {metadata.version('orbax-checkpoint')}: {missing}. {ADVICE}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_what_is_final_is_not_tried_again(clock: _Clock) -> None:
     for error in (_Failure(None), RequestError("no"), WorldError("no"), ValueError("no")):
         outcomes = iter([error])
         with pytest.raises(type(error)):
-            retrying.call(lambda outcomes=outcomes: attempt(outcomes), what="it", verdict=_verdict, seconds=60)
+            retrying.call(partial(attempt, outcomes), what="it", verdict=_verdict, seconds=60)
     assert not clock.sleeps
 
 

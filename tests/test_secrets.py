@@ -10,8 +10,9 @@ from pathlib import Path
 import hub as stand_in
 import pytest
 from checkpoints import write_tiny
+from forking import Forks
 from hub import Hub
-from running import convert, environment, to_maxtext_process
+from running import convert, environment
 
 MODEL = "qwen3-0.6b"
 REPO = "Qwen/Qwen3-0.6B"
@@ -28,7 +29,7 @@ def hub() -> Iterator[Hub]:
 @pytest.mark.parametrize("cache", ["none", "cache"])
 @pytest.mark.parametrize("outcome", ["done", "refused"])
 @pytest.mark.parametrize("way", ["HF_TOKEN", "word", "HF_TOKEN_PATH", "login"])
-def test_token_is_nowhere(way: str, outcome: str, cache: str, hub: Hub, tmp_path: Path) -> None:
+def test_token_is_nowhere(way: str, outcome: str, cache: str, hub: Hub, forks: Forks, tmp_path: Path) -> None:
     hub.add(write_tiny(tmp_path / "hf", MODEL), "main")
     secret = tmp_path / "secret" / "token"
     secret.parent.mkdir()
@@ -52,7 +53,7 @@ def test_token_is_nowhere(way: str, outcome: str, cache: str, hub: Hub, tmp_path
         return None if path.startswith(("/storage/", "/api/agent")) or (right and outcome == "done") else 403
 
     hub.fault = authorised
-    run = to_maxtext_process(
+    run = forks.run(
         f"model_name={MODEL}",
         f"base_output_directory={tmp_path / 'out'}",
         f"--report={tmp_path / 'report.json'}",
@@ -60,6 +61,7 @@ def test_token_is_nowhere(way: str, outcome: str, cache: str, hub: Hub, tmp_path
         f"--cache_dir={'none' if cache == 'none' else tmp_path / 'cache'}",
         *words,
         env=env,
+        settings={},
     )
     assert run.code == (0 if outcome == "done" else 2), run.stderr
     assert any(request.authorization == f"Bearer {TOKEN}" for request in hub.requests)

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import hub as stand_in
@@ -51,7 +51,7 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return digests(convert(MODEL, folder, tmp_path_factory.mktemp("expected") / "out"))
 
 
-def run(source: object, tmp_path: Path, *words: object, env: dict[str, str]) -> Run:
+def run(source: object, tmp_path: Path, *words: object, env: Mapping[str, str]) -> Run:
     """Convert in a process of its own whose home and temporary files are below `tmp_path`."""
     (tmp_path / "tmp").mkdir(exist_ok=True)
     return to_maxtext_process(
@@ -64,7 +64,7 @@ def run(source: object, tmp_path: Path, *words: object, env: dict[str, str]) -> 
     )
 
 
-def verify(step: Path, source: object, *words: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def verify(step: Path, source: object, *words: object, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "converter", "verify", str(step), f"--source={source}", *map(str, words)],
         env=environment(env), capture_output=True, text=True, check=False, timeout=300,

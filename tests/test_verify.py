@@ -18,6 +18,7 @@ from running import convert, python_process, to_maxtext
 from test_families import words
 from test_oracles import CASES, DATA, Case
 
+from converter import verification
 from converter.cli import main
 
 _CASES = {case.family: case for case in reversed(CASES) if case.source == "hf_bf16"}
@@ -62,6 +63,35 @@ def test_finds_equality_and_any_changed_bit(case: Case, tmp_path: Path, capsys: 
 
 
 MODEL = "qwen3-8b"
+
+
+@pytest.mark.parametrize("together", [0, 300, 1000, 1 << 30])
+def test_differences_do_not_depend_on_what_is_read_together(
+    together: int,
+    checkpoint: Path,
+    tiny: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(verification, "_TOGETHER_BYTES", together)
+    code, found = _verify(capsys, checkpoint, tiny(MODEL))
+    assert (code, found["differences"]) == (0, [])
+    config = json.loads((tiny(MODEL) / "config.json").read_bytes())
+    tensors = source_tensors(tiny(MODEL) / "model.safetensors")
+    name = "model.layers.1.mlp.gate_proj.weight"
+    values = tensors[name].copy()
+    for row, column in ((40, 3), (2, 21), (9, 21)):
+        values.view(np.uint16)[row, column] ^= 1
+    changed = write_folder(tmp_path / "changed", config, tensors | {name: values})
+    code, found = _verify(capsys, checkpoint, changed)
+    assert code == 4
+    assert found["differences"] == [
+        {
+            "array": "params.params.decoder.layers_1.mlp.wi_0.kernel",
+            "difference": "3 of 1,536 elements, the first at [3, 40]",
+        }
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +190,7 @@ import os, signal, subprocess, sys
 pid = os.fork()
 if pid:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 143)
+from converter import verification
 from converter import verification
 from converter.cli import main
 verification._expected = lambda *_: os.kill(os.getpid(), signal.SIGTERM) or signal.pause()

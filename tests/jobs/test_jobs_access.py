@@ -114,7 +114,7 @@ REPORT = json.dumps({"request": {"model_name": "qwen3-4b"}}).encode()
 
 def bucket(path: str, headers: dict[str, str]) -> Answer:
     """Cloud Storage's JSON API with a few objects."""
-    answers = {
+    answers: dict[str, Answer] = {
         "/storage/v1/b/acme/o/a%2Freport.json?alt=media": (200, {}, REPORT),
         "/storage/v1/b/acme/o/secret%2Freport.json?alt=media": (403, {}, b"{}"),
         "/storage/v1/b/acme/o/slow%2Freport.json?alt=media": (503, {}, b""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_the_validation_sees_a_misspelt_field() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_clients_own_model_of_a_job_loses_nothing(name: str) -> None:
     job = of(name)
-    api = client.ApiClient()
+    api: Any = client.ApiClient()
 
     class Response:
         data = json.dumps(job)
@@ -270,7 +271,12 @@ def test_the_converter_takes_its_words(name: str, monkeypatch: pytest.MonkeyPatc
         assert values["log_format"] == "json"
         assert {"hardware=cpu", "skip_jax_distributed_system=True"} <= set(words)
     found = []
-    monkeypatch.setattr("converter.run.run_verification", lambda _, parse: found.append(parse()) or 0)
+
+    def run_verification(_: object, parse: Callable[[], Any]) -> int:
+        found.append(parse())
+        return 0
+
+    monkeypatch.setattr("converter.run.run_verification", run_verification)
     assert converter_cli.main(list(check.args)) == 0
     ((asked, message),) = found
     assert (asked.source, asked.model_name, asked.threads) == (model.hub, name, 60)
