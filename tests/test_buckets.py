@@ -25,6 +25,7 @@ from oracle import SCANNED, SOURCE, WORDS
 from running import ROOT, Run, environment, to_maxtext, to_maxtext_process
 
 from converter import buckets, cli, lease, retrying
+from converter.errors import WorldError
 
 MARKERS = {f"out/{marker}" for marker in servers.MARKERS}
 
@@ -587,6 +588,59 @@ class TestLease:
         with pytest.raises(Exception, match="another converter"):
             lease.Lease(bucket.url("x/0.lease")).acquire()
         first.release()
+
+    @pytest.mark.parametrize("expire_seconds", [lease.EXPIRE_SECONDS, -2.0])
+    def test_what_a_dead_one_had_under_way(
+        self, expire_seconds: float, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its last renewal arrives while it is taken over: that counts as any other."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        path = bucket.url("x/0.lease")
+        dead, heir = lease.Lease(path), lease.Lease(path)
+        dead._put(0)
+        dead.note = "0.replacement"
+        monkeypatch.setattr(lease, "EXPIRE_SECONDS", -2.0)
+        get, asked = buckets.get, itertools.count(1)
+
+        def get_then_renew(path: object) -> Any:
+            # Each refusal is looked at twice: by what was refused, and by what may be taken over.
+            number = next(asked)
+            if number == 4:
+                lease.EXPIRE_SECONDS = expire_seconds
+            found = get(path)
+            if number == 2:
+                dead._put(dead._generation)
+            return found
+
+        monkeypatch.setattr(buckets, "get", get_then_renew)
+        if expire_seconds > 0:
+            with pytest.raises(WorldError, match="renewed its lease 0 s ago; a dead one's ends in"):
+                heir.acquire()
+            return
+        heir.acquire()
+        assert heir.note == "0.replacement"
+        with pytest.raises(PreconditionFailed):
+            dead._put(dead._generation)
+        heir.confirm()
+        heir.release()
+        assert bucket.objects() == set()
+
+    def test_is_given_back_while_it_is_asked_for(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = bucket.url("x/0.lease")
+        first, second = lease.Lease(path), lease.Lease(path)
+        first.acquire()
+        first.write_note("0")
+        get = buckets.get
+
+        def release_then_get(path: object) -> Any:
+            first.release()
+            return get(path)
+
+        monkeypatch.setattr(buckets, "get", release_then_get)
+        second.acquire()
+        assert second.note == ""
+        second.release()
 
     def test_answers_that_get_lost(self, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         """What was written although nobody said so is its own."""
