@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import random
 import re
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 import hub as stand_in
 import pytest
 from buckets import Bucket
-from checkpoints import DATA, write_tiny
+from checkpoints import BFLOAT16, DATA, write_sparse, write_tiny
 from faults import Faults, Proxy
 from google_crc32c import value as crc32c
 from hub import Hub
@@ -24,9 +25,18 @@ from reading import digests
 from running import ROOT, Run, convert, environment, files_below, start_to_maxtext, to_maxtext_process
 from test_oracles import CASES, Case
 
+from benchmarks.checkpoints import make_config, tensor_shapes
+from converter import fetching, stream
 from converter.errors import RequestError
 from converter.hf.checksums import Pieces, combined
 from converter.hf.location import BucketFolder, Folder, HubModel, name_of, parse_location
+from converter.hf.quantised import open_weights
+from converter.hf.repository import locate, open_repository
+from converter.mapping import Geometry, parameters
+from converter.maxtext.orbax import Storage
+from converter.models import MODELS
+from converter.plan import make_plan
+from converter.schedule import make_schedule
 
 MODEL = "qwen3-0.6b"
 REPO = "Qwen/Qwen3-0.6B"
@@ -454,3 +464,33 @@ def test_local_run_imports_nothing_of_the_network() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_planning_what_experts_are_read_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of stacked experts is looked for in the few tensors that it needs, not in those of all experts."""
+    config = make_config("qwen3-30b-a3b", num_hidden_layers=2)
+    sizes = tensor_shapes(MODELS["qwen3-30b-a3b"], config)
+    folder = write_sparse(tmp_path / "hf", config, {name: ("BF16", shape) for name, shape in sizes.items()})
+    weights = open_weights(open_repository(locate(str(folder), revision=None, token=None)), BFLOAT16)
+    family = MODELS["qwen3-30b-a3b"]
+    filled = family.fill(config)
+    made = parameters(
+        family,
+        Geometry(filled, filled["vocab_size"], 2),
+        weights.tensors,
+        save_dtype=BFLOAT16,
+        scan=True,
+        scan_axis=1,
+    )
+    plan = make_plan(
+        made, weights.repository.positions(), devices=16, scan=True, storage=Storage(True, True, True, 2**31)
+    )
+    schedule = make_schedule(plan, plan.largest_chunk, 4, 0, fetching.reading(4))
+    asked = []
+    intersect = stream.intersect
+    monkeypatch.setattr(stream, "intersect", lambda piece, box: asked.append(piece) or intersect(piece, box))
+    found = list(fetching.segments(schedule, weights, (), spooled=False))
+    assert {segment.group for segment in found} == set(range(len(schedule.groups)))
+    assert len(schedule.groups) > 40
+    assert sum(segment.size for segment in found) >= sum(math.prod(shape) * 2 for shape in sizes.values())
+    assert len(asked) < 2 * sum(segment.uses for segment in found)
