@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import math
+import re
 import struct
 import threading
 import time
@@ -29,6 +30,7 @@ from test_hostile import ENTRIES, FUZZ, JSON, MEMORY, NAMES, SECONDS, SIZES
 from converter import retrying
 from converter.errors import RequestError
 from converter.hf import bucket as buckets
+from converter.hf import remote
 from converter.hf.remote import Ranges, RemoteFile, Server
 
 MODEL = "qwen3-8b"
@@ -386,6 +388,26 @@ def test_harm(kind: str, folder: Path, forks: Forks, tmp_path: Path) -> None:
     peak = json.loads(message.read_bytes())["peak_memory_bytes"]["anonymous_and_shared"]
     assert peak < MEMORY, peak
     assert files_below(tmp_path) == {"message.json"}
+
+
+@pytest.mark.parametrize("what", ["/api/", "/storage/"])
+def test_a_server_that_drips(what: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte comes in time, all of them never: that is no better than a server that does not answer."""
+    monkeypatch.setattr(remote, "_TIMEOUT", (10.0, 0.3))
+
+    def drip(status: int, headers: dict[str, str], body: bytes) -> Iterator[bytes]:
+        told = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        yield f"HTTP/1.1 {status} OK\r\n{told}\r\n".encode()
+        for i in range(len(body)):
+            time.sleep(0.1)
+            yield body[i : i + 1]
+
+    hub.answer = lambda path, usual: drip(*usual) if what in path else usual
+    start = time.monotonic()
+    run = check(tmp_path / "out", "--retry_seconds=1")
+    assert 1 < time.monotonic() - start < 10
+    assert run.code == 3
+    assert re.search(r"only \d bytes came in 0 s; gave up after", run.stderr), run.stderr
 
 
 # Where the token goes
