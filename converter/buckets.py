@@ -34,7 +34,10 @@ T = TypeVar("T")
 SCHEME = "gs://"
 
 DEADLINE_SECONDS = 600.0
-"""How long a transient failure is tried again. Jobs try a whole conversion again after that."""
+"""How long a transient failure is tried again. Jobs try a whole conversion again after that.
+
+Twice what a source is given (`retrying.DEFAULT_SECONDS`): whoever gives up reading keeps what a cache has, and asks for
+the rest the next time; whoever gives up writing throws away all that was written."""
 
 CLEANING_SECONDS = 15.0
 """The same for cleaning up at the end; Kubernetes gives a pod 30 seconds from SIGTERM on where nothing else is said."""
