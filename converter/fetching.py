@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from converter.errors import WorldError
+from converter import units
+from converter.errors import RequestError, WorldError
 from converter.hf.ahead import Segment
 from converter.hf.quantised import Weights
-from converter.hf.repository import Repository
+from converter.hf.repository import Repository, Source
 from converter.hf.safetensors import StoredTensor
 from converter.hf.spool import free_bytes
 from converter.mapping import Box
@@ -32,6 +33,8 @@ _GAP_BYTES = 64 << 10
 """Of a file are rather read in vain than left out by a request more."""
 
 _CONNECTIONS = 32
+
+_MERGING = "merging an adapter"
 
 
 @dataclass(frozen=True)
@@ -253,6 +256,19 @@ def tensors_held(weights: Weights, names: Iterable[str], spool: Path | None, thr
         yield
 
 
+def check_adapter(adapter: Source, spool: Path | None) -> None:
+    """Raise RequestError where an adapter is to be merged that is read over the network and may be kept nowhere."""
+    if spool is None and adapter.read_from_afar:
+        raise _no_spool(_MERGING)
+
+
+def _no_spool(what: str) -> RequestError:
+    return RequestError(
+        f"{what} that is read over the network needs it on disk meanwhile: spool_dir=none does not allow that; "
+        "give --spool_dir=FOLDER, or --cache_dir=FOLDER"
+    )
+
+
 @contextlib.contextmanager
 def adapter_held(adapter: Repository, spool: Path | None, threads: int) -> Iterator[None]:
     """Have the matrices of an adapter that is merged at hand for as long as the block lasts, checked.
@@ -262,7 +278,7 @@ def adapter_held(adapter: Repository, spool: Path | None, threads: int) -> Itera
     Raises:
       WorldError: the adapter is remote, and there is no room on disk for it, or it came damaged.
     """
-    with _held(adapter, list(adapter.tensors.values()), spool, threads, "merging an adapter"):
+    with _held(adapter, list(adapter.tensors.values()), spool, threads, _MERGING):
         if adapter.remote is not None:
             adapter.remote.check()
         yield
@@ -277,9 +293,11 @@ def _held(
         yield
         return
     needed = sum(tensor.nbytes for tensor in tensors)
-    if spool is None or free_bytes(spool) < needed:
+    if spool is None:
+        raise _no_spool(what)
+    if free_bytes(spool) < needed:
         raise WorldError(
-            f"{what} that is read over the network takes {needed / 1e9:.2f} GB of disk at a time: "
+            f"{what} that is read over the network takes {units.size(needed)} of disk at a time, and {spool} has not: "
             "give --spool_dir=FOLDER with that, or --cache_dir=FOLDER with all of it"
         )
     with remote.held([*map(_range, tensors)], spool, connections(threads)):

@@ -575,7 +575,10 @@ def parameters(
 def _check(name: str, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...], dtype: np.dtype) -> None:
     tensor = tensors.get(name)
     if tensor is None:
-        raise RequestError(f"tensor {name} is missing from the repository; is it a complete checkpoint of this model?")
+        hint = "is it a complete checkpoint of this model?"
+        if name.rpartition(".weight")[0].endswith("lm_head"):
+            hint = "a model that takes its embedding for that has tie_word_embeddings=true in config.json"
+        raise RequestError(f"tensor {name} is missing from the repository; {hint}")
     known = [code for code in WEIGHT_DTYPES if (NUMPY_DTYPES[code].kind == "i") == (dtype.kind == "i")]
     if tensor.dtype not in known:
         raise RequestError(f"tensor {name} has dtype {tensor.dtype}; only {', '.join(known)} can be converted")

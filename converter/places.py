@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from converter import termination
+from converter import termination, units
 from converter.errors import ConverterError, RequestError, WorldError
 from converter.hf.space import existing
 
@@ -141,9 +141,7 @@ def check_space(directory: Path, needed: int) -> None:
         return
     free = shutil.disk_usage(existing(directory)).free
     if free < needed:
-        raise WorldError(
-            f"not enough space in {directory}: about {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
-        )
+        raise WorldError(f"not enough space in {directory}: about {units.size(needed)} needed, {units.size(free)} free")
 
 
 def stop_seconds(directory: Path) -> float | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from converter import memory, output, places, termination
+from converter import fetching, memory, output, places, termination
 from converter.adapters import adapter_parameters, adapter_reader, place, uniform
 from converter.copying import boxes, copy_box
 from converter.errors import RequestError, Terminated
@@ -66,6 +66,7 @@ class Check:
       report: where the report goes, None for nowhere.
       adapter: that is merged, or that the checkpoint holds alone; `source` is its base.
       as_json: whether the findings are printed as JSON.
+      adapter_revision: its commit on the hub.
     """
 
     path: Path
@@ -78,6 +79,7 @@ class Check:
     report: Path | None
     as_json: bool
     adapter: str | None = None
+    adapter_revision: str | None = None
 
     @property
     def sources(self) -> str:
@@ -171,7 +173,10 @@ def _expectation(
         if alone or "adapter" in record:
             raise RequestError(f"{checkpoint.items} was made with an adapter: give it as --hf_lora_adapter_path")
     else:
-        opened = open_adapter(locate_adapter(adapter, revision=None, access=access).fetch())
+        found = locate_adapter(adapter, revision=check.adapter_revision, access=access)
+        if not alone:
+            fetching.check_adapter(found, check.spool)
+        opened = open_adapter(found.fetch())
         if alone:
             return _adapter_expectation(
                 stored,

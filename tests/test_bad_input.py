@@ -253,7 +253,8 @@ def changed(change: Callable[[Tensors], Any], tmp_path: Path, model_name: str = 
 )
 def test_missing_tensor(name: str, model_name: str, tmp_path: Path) -> None:
     source = changed(lambda tensors: tensors.pop(name), tmp_path, model_name)
-    check_refused(source, tmp_path, name, "missing", model_name=model_name)
+    hint = "tie_word_embeddings" if name == "lm_head.weight" else "is it a complete checkpoint"
+    check_refused(source, tmp_path, name, "missing", hint, model_name=model_name)
 
 
 @pytest.mark.parametrize(

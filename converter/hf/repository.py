@@ -153,6 +153,11 @@ class Source:
     server: Server | None = None
     download: Callable[[], Path] | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def read_from_afar(self) -> bool:
+        """Whether its files are not brought here but read where they are, by ranges."""
+        return self.root is None and self.download is None
+
     def fetch(self) -> Source:
         """The same with its files here, if they are to be: downloads what the cache lacks."""
         if self.root is not None or self.download is None:
