@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -396,8 +397,63 @@ def test_damaged_range_of_a_bucket_is_found(bucket: Bucket, folder: Path, tmp_pa
     with Proxy(bucket.server) as proxy:
         proxy.faults = Faults(flip=1.0, only=lambda method, address: "alt=media" in address and "00002-of" in address)
         done = run(source, tmp_path, "--retry_seconds=2", env=bucket.environment(proxy.url))
-    # Either the header makes no sense or the checksum is another.
-    assert done.code in (2, 3), done.stderr
+    assert done.code == 3, done.stderr
+    assert len(done.errors) == 1
+    assert not (tmp_path / "out" / "0").exists()
+
+
+WAYS = ("folder", "hub's cache", "hub by ranges", "bucket's cache", "bucket by ranges")
+
+
+@pytest.fixture
+def broken(folder: Path, tmp_path: Path) -> Path:
+    """A repository in which a header is no JSON."""
+    made = shutil.copytree(folder, tmp_path / "broken")
+    path = made / "model-00002-of-00002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[8] ^= 1
+    path.write_bytes(content)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_broken_header(way: str, broken: Path, hub: Hub, bucket: Bucket, tmp_path: Path) -> None:
+    """It is the repository's own, wherever that lies: trying again is useless."""
+    commit = hub.add(broken, "main")
+    where = {"folder": broken, "hub": f"hf://{REPO}@{commit}", "bucket": bucket.add(broken, "broken")}
+    source = where[way.split("'")[0].split()[0]]
+    cache = tmp_path / "cache" if "cache" in way else "none"
+    env = {"HF_ENDPOINT": hub.endpoint, **bucket.environment()}
+    done = run(source, tmp_path, f"--cache_dir={cache}", "--retry_seconds=2", env=env)
+    assert done.code == 2, done.stderr
+    assert len(done.errors) == 1
+    assert "model-00002-of-00002.safetensors has a broken safetensors header" in done.errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "ranges" in way])
+def test_header_damaged_on_the_way(way: str, folder: Path, hub: Hub, bucket: Bucket, tmp_path: Path) -> None:
+    """It comes differently when asked for again: trying again can help."""
+    commit = hub.add(folder, "main")
+    hub.storage = ""
+    hubs = way.startswith("hub")
+    name = "model-00002-of-00002.safetensors"
+    address = f"/storage/{stand_in.sha256((folder / name).read_bytes())}" if hubs else f"{name}?alt=media"
+    asked: list[str] = []
+
+    def once(_: str, found: str) -> bool:
+        """What is asked for first is how long the header is."""
+        if address in found:
+            asked.append(found)
+        return address in found and len(asked) == 1
+
+    with Proxy(hub.endpoint if hubs else bucket.server) as proxy:
+        proxy.faults = Faults(flip=1.0, only=once)
+        env = {"HF_ENDPOINT": proxy.url} if hubs else dict(bucket.environment(proxy.url))
+        source = f"hf://{REPO}@{commit}" if hubs else bucket.add(folder, "sound")
+        done = run(source, tmp_path, "--cache_dir=none", "--retry_seconds=2", env=env)
+        assert proxy.count("flip") == 1
+    assert done.code == 3, done.stderr
     assert len(done.errors) == 1
     assert not (tmp_path / "out" / "0").exists()
 
