@@ -142,7 +142,7 @@ def test_if_exists(bucket: Bucket) -> None:
     assert {name: bucket.read(name) for name in bucket.objects()} == before
     replaced = convert(bucket, "--if_exists=overwrite", "scan_layers=false")
     assert replaced.code == 0, replaced.stderr
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
     assert not bucket.objects() & set(before) - {name for name in before if not re.search(r"/d/[0-9a-f]{32}$", name)}, (
         "data of the old checkpoint are left"
     )
@@ -309,7 +309,7 @@ def test_transient_faults_are_tried_again(
     use(server.url, monkeypatch)
     assert read("verify", bucket.url("out"), "--source", str(SOURCE)).code == 0
     assert bucket.objects() >= MARKERS
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
 
 
 @pytest.mark.parametrize("fault", ["flip", "truncate"])
@@ -403,6 +403,11 @@ def expire(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", -2.0)
 
 
+def check_nothing_else(bucket: Bucket) -> None:
+    """There is the checkpoint, and nothing that a run needs only meanwhile."""
+    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+
+
 def check_no_checkpoint(bucket: Bucket) -> None:
     """Neither plain Orbax nor the converter sees one."""
     assert not bucket.objects() & MARKERS
@@ -474,7 +479,7 @@ def test_sigkill_while_trying_whether_it_can_be_written(bucket: Bucket, server: 
         run.wait()
     assert len(bucket.objects()) == 1
     assert convert(bucket).code == 0
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
 
 
 @pytest.mark.faults
@@ -495,7 +500,7 @@ def test_sigterm_while_the_bucket_is_gone(
     refused(convert(bucket), 3, "another converter")
     expire(monkeypatch)
     assert convert(bucket).code == 0
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
 
 
 @pytest.mark.faults
@@ -519,7 +524,7 @@ def test_sigkill_and_the_next_run(
     done = convert(bucket)
     assert done.code == 0, done.stderr
     assert read("verify", bucket.url("out"), "--source", str(SOURCE)).code == 0
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
     assert not {name for name in left & bucket.objects() if "/c/" in name}
 
 
@@ -680,7 +685,7 @@ def test_kill_while_an_overwrite_is_published(
     done = convert(bucket, "--if_exists=skip")
     assert done.code == 0, done.stderr
     assert "nothing to do" in done.stderr
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
     (ways,) = plain_orbax([bucket.url("out/0")]).values()
     check_equals_oracle(ways)
 
