@@ -29,7 +29,7 @@ from converter.hf.quantised import Weights, open_weights
 from converter.hf.repository import Access, Repository, locate, open_repository
 from converter.layers import blocks
 from converter.mapping import Box, Geometry, Parameter, parameters
-from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, stored_arrays
+from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, reading_back, stored_arrays
 from converter.maxtext.layout import PARAMS, ROOT
 from converter.merging import merging_reader
 from converter.models import FAMILIES, MODELS
@@ -362,7 +362,8 @@ def _content(
     workers = max(1, min(threads, int(_FLIGHT_BYTES // max(1, largest))))
 
     def compare(block: Box) -> tuple[int, tuple[int, ...] | None]:
-        content = np.asarray(opened[block].read().result())
+        with reading_back(checkpoint.items):
+            content = np.asarray(opened[block].read().result())
         count, first = 0, None
         for box in boxes(content.shape, _COMPARED_ELEMENTS):
             within = tuple(
