@@ -165,7 +165,7 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
                 return Outcome("skipped", 0, None)
             places.check_writable(request.output)
             if request.report is not None:
-                places.check_writable(request.report.parent)
+                places.check_file(request.report)
     with phases.phase("download"):
         sources = sources.fetch(dry_run=request.dry_run)
     with phases.phase("plan"):

@@ -135,6 +135,18 @@ def check_writable(directory: Path) -> None:
         raise RequestError(f"cannot write to {directory}: {found} is read-only or not this user's")
 
 
+def check_file(path: Path) -> None:
+    """Find out whether a file can be written, as `check_writable` does.
+
+    Raises:
+      RequestError: it cannot: there is a directory of that name, say.
+      WorldError: the bucket does not answer.
+    """
+    if not is_remote(path) and path.is_dir():
+        raise RequestError(f"cannot write {path}: it is a directory; give a file's name")
+    check_writable(path.parent)
+
+
 def check_space(directory: Path, needed: int) -> None:
     """Raise WorldError where less than `needed` bytes are free; a bucket has no end."""
     if is_remote(directory):

@@ -120,7 +120,7 @@ def verify(check: Check, monitor: memory.Monitor, phases: Phases) -> Findings:
     with phases.phase("plan"):
         checkpoint = find_checkpoint(check.path)
         if check.report is not None:
-            places.check_writable(check.report.parent)
+            places.check_file(check.report)
         stored = {array.name: array for array in stored_arrays(checkpoint)}
         expected = _expectation(checkpoint, stored, check, phases)
         root, read, weights = expected.root, expected.read, expected.weights

@@ -893,3 +893,16 @@ def test_process_of_its_own(tmp_path: Path) -> None:
     assert run.stdout == ""
     assert run.stderr.count("\n") == 1
     assert files_below(tmp_path) == set()
+
+
+def test_a_report_that_is_a_directory(tmp_path: Path) -> None:
+    """It is found before the conversion and not after it."""
+    run = to_maxtext(
+        f"model_name={MODEL}",
+        f"hf_model_path={write_tiny(tmp_path / 'hf', MODEL)}",
+        f"base_output_directory={tmp_path / 'out'}",
+        f"--report={tmp_path}",
+    )
+    assert run.code == 2, run.stderr
+    assert "it is a directory" in run.errors[0]
+    assert not (tmp_path / "out").exists()
