@@ -184,6 +184,9 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
             with phases.phase("download"):
                 held.enter_context(adapter_held(planned.adapter.repository, request.spool, request.threads))
         hold = held.enter_context(output.opened(request.output))
+        if _already_there(request, fingerprint):
+            log.info("%s was completed by another converter meanwhile: nothing to do", request.step)
+            return Outcome("skipped", 0, None)
         _write(request, planned, fingerprint, monitor, phases, hold)
     return Outcome("converted", planned.plan.nbytes, planned.command)
 

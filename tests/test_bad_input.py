@@ -18,6 +18,8 @@ from reading import arrays, values
 from running import Run, convert, files_below, to_maxtext, to_maxtext_process
 from safetensors.numpy import save_file
 
+from converter import convert as converting
+
 Tiny = Callable[[str], Path]
 
 MODEL = "qwen3-8b"
@@ -906,3 +908,23 @@ def test_a_report_that_is_a_directory(tmp_path: Path) -> None:
     assert run.code == 2, run.stderr
     assert "it is a directory" in run.errors[0]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("mode", "code"), [("refuse", 2), ("skip", 0), ("overwrite", 0)])
+def test_another_converter_was_faster(mode: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It completes the same checkpoint between this one's first look and its turn to write."""
+    words = (f"model_name={MODEL}", f"hf_model_path={write_tiny(tmp_path / 'hf', MODEL)}")
+    output, opened = tmp_path / "out", converting.output.opened
+
+    def late(directory: Path) -> Any:
+        monkeypatch.setattr(converting.output, "opened", opened)
+        assert to_maxtext(*words, f"base_output_directory={output}").code == 0
+        return opened(directory)
+
+    monkeypatch.setattr(converting.output, "opened", late)
+    run = to_maxtext(*words, f"base_output_directory={output}", f"--if_exists={mode}")
+    assert run.code == code, run.stderr
+    assert "Traceback" not in run.stderr
+    if code:
+        assert "exists" in run.errors[0]
+    assert {path.name for path in output.iterdir()} == {"0"}
