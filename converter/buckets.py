@@ -27,7 +27,6 @@ from fsspec.spec import AbstractFileSystem
 from converter import certificates, gcs, retrying
 from converter.errors import RequestError, WorldError
 from converter.hf.checksums import crc32c, parse_crc32c
-from converter.maxtext.layout import COMMITTED
 
 if TYPE_CHECKING:
     import requests
@@ -39,7 +38,10 @@ T = TypeVar("T")
 SCHEME = "gs://"
 
 DEADLINE_SECONDS = 600.0
-"""How long a transient failure is tried again. Jobs try a whole conversion again after that."""
+"""How long a transient failure is tried again. Jobs try a whole conversion again after that.
+
+Twice what a source is given (`retrying.DEFAULT_SECONDS`): whoever gives up reading keeps what a cache has, and asks for
+the rest the next time; whoever gives up writing throws away all that was written."""
 
 CLEANING_SECONDS = 15.0
 """The same for cleaning up at the end; Kubernetes gives a pod 30 seconds from SIGTERM on where nothing else is said."""
@@ -243,30 +245,35 @@ def any_below(path: object) -> bool:
     return bool(found)
 
 
-def remove_tree(path: object, *, seconds: float | None = None) -> None:
-    """Remove every object below a path, first of all what makes it a checkpoint to Orbax."""
+def remove_tree(path: object, *, marker: str | None = None, seconds: float | None = None) -> None:
+    """Remove every object below a path, first of all those called `marker`, the outermost before the inner ones."""
     bucket, name = split(path)
     names = [blob.name for blob in _list(bucket, name, seconds)]
-    markers = sorted((found for found in names if found.endswith(f"/{COMMITTED}")), key=lambda found: found.count("/"))
-    for marker in markers:
-        _remove(bucket, marker, seconds)
+    markers = _called(marker, names)
+    for found in markers:
+        _remove(bucket, found, seconds)
     _in_parallel(lambda found: _remove(bucket, found, seconds), set(names) - set(markers))
 
 
-def copy_tree(source: object, target: object) -> None:
-    """Copy every object below a path, within the service; last of all what makes it a checkpoint to Orbax."""
+def copy_tree(source: object, target: object, *, marker: str) -> None:
+    """Copy every object below a path, within the service; last of all those called `marker`, the inner ones first."""
     bucket, name = split(source)
     other, onto = split(target)
     names = [blob.name for blob in _list(bucket, name)]
-    markers = sorted((found for found in names if found.endswith(f"/{COMMITTED}")), key=lambda found: -found.count("/"))
+    markers = _called(marker, names)
 
     def copy(found: str) -> None:
         to = _bucket(other).blob(f"{onto}/{_below(found, name)}")
         call(other, lambda: _rewrite(_bucket(bucket).blob(found), to))
 
     _in_parallel(copy, set(names) - set(markers))
-    for marker in markers:
-        copy(marker)
+    for found in reversed(markers):
+        copy(found)
+
+
+def _called(marker: str | None, names: Iterable[str]) -> list[str]:
+    """The objects whose name in their folder is `marker`, the outermost first."""
+    return sorted((name for name in names if marker and name.endswith(f"/{marker}")), key=lambda name: name.count("/"))
 
 
 def call(bucket: str, ask: Callable[[], T], *, seconds: float | None = None, of: str = "object") -> T:

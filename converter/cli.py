@@ -111,6 +111,7 @@ def verify(argv: list[str]) -> int:
     parser.add_argument(
         "--hf_lora_adapter_path", help="LoRA adapter that was merged, or converted alone: source is then its base"
     )
+    parser.add_argument("--adapter_revision", help="branch, tag or commit of the adapter on the hub")
     parser.add_argument("--model_name", help="needed where neither the checkpoint nor config.json tell")
     parser.add_argument("--threads", type=int, help="default: one per CPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -124,6 +125,8 @@ def verify(argv: list[str]) -> int:
         from converter.verification import Check
 
         options = parser.read(argv)
+        if options.adapter_revision and not options.hf_lora_adapter_path:
+            raise RequestError("adapter_revision is for an adapter: give hf_lora_adapter_path, or drop it")
         values = {name: _parsed(name, getattr(options, name)) for name in ("cache_dir", "retry_seconds", "log_format")}
         check = Check(
             places.parse("path", options.path),
@@ -132,6 +135,7 @@ def verify(argv: list[str]) -> int:
             access=make_access(values),
             spool=make_spool(options.spool_dir),
             adapter=options.hf_lora_adapter_path,
+            adapter_revision=options.adapter_revision,
             model_name=options.model_name,
             threads=options.threads,
             report=places.parse("report", options.report) if options.report else None,

@@ -150,6 +150,8 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
     """
     with phases.phase("plan"):
         sources = _locate(request)
+        if request.adapter is not None and request.adapter.merge and sources.adapter is not None:
+            fetching.check_adapter(sources.adapter, request.spool)
         fingerprint = request.fingerprint(sources.identity)
         if not request.dry_run:
             if output.interrupted(request.output):
@@ -160,7 +162,7 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
                 return Outcome("skipped", 0, None)
             places.check_writable(request.output)
             if request.report is not None:
-                places.check_writable(request.report.parent)
+                places.check_file(request.report)
     with phases.phase("download"):
         sources = sources.fetch(dry_run=request.dry_run)
     with phases.phase("plan"):
@@ -179,6 +181,9 @@ def convert(request: Request, monitor: memory.Monitor, phases: Phases) -> Outcom
             with phases.phase("download"):
                 held.enter_context(adapter_held(planned.adapter.repository, request.spool, request.threads))
         hold = held.enter_context(output.opened(request.output))
+        if _already_there(request, fingerprint):
+            log.info("%s was completed by another converter meanwhile: nothing to do", request.step)
+            return Outcome("skipped", 0, None)
         _write(request, planned, fingerprint, monitor, phases, hold)
     return Outcome("converted", planned.plan.nbytes, planned.command)
 
@@ -203,7 +208,7 @@ def _plan_model(request: Request, repository: Repository, adapter: Adapter | Non
         placed = place(request.family, geometry, adapter, weights.tensors)
         read = merging.merging_reader(read, adapter, placed)
         in_memory.update(placed)
-    plan, schedule = _scheduled(request, made, weights, ROOT)
+    plan, schedule = _scheduled(request, made, weights, ROOT, adapter)
     return _Planned(
         weights,
         plan,
@@ -256,7 +261,14 @@ def _lora_metadata(settings: Uniform, made: list[Parameter]) -> dict[str, Any]:
     return {"lora_rank": settings.rank, "lora_alpha": settings.alpha, "lora_module_path": module_path(made)}
 
 
-def _scheduled(request: Request, made: list[Parameter], weights: Weights, root: str) -> tuple[Plan, Schedule]:
+def _scheduled(
+    request: Request, made: list[Parameter], weights: Weights, root: str, merged: Adapter | None = None
+) -> tuple[Plan, Schedule]:
+    """The plan and its schedule.
+
+    Args:
+      merged: the adapter that is merged.
+    """
     repository = weights.repository
     storage = Storage(request.ocdbt, request.zarr3, request.compression, request.chunk_bytes)
     plan = make_plan(
@@ -267,7 +279,8 @@ def _scheduled(request: Request, made: list[Parameter], weights: Weights, root: 
         reading = fetching.reading(request.threads)
         # Without a spool nothing is as good as a page cache: the larger the groups, the less is read again.
         cached = cached if request.spool is not None else 0
-    libraries = _REMOTE_BYTES * ((repository.remote is not None) + places.is_remote(request.output))
+    remote = repository.remote is not None or (merged is not None and merged.repository.remote is not None)
+    libraries = _REMOTE_BYTES * (remote + places.is_remote(request.output))
     reading = replace(reading, memory=reading.memory + libraries + request.threads * weights.scratch_bytes)
     budget = request.memory_budget
     if budget is not None and budget < plan.largest_chunk:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from converter.errors import WorldError
+import numpy as np
+
+from converter import units
+from converter.errors import RequestError, WorldError
 from converter.hf.ahead import Segment
 from converter.hf.quantised import Weights
-from converter.hf.repository import Repository
+from converter.hf.repository import Repository, Source
 from converter.hf.safetensors import StoredTensor
 from converter.hf.spool import free_bytes
-from converter.plan import ArrayPlan
+from converter.mapping import Box
+from converter.plan import ArrayPlan, Chunk
 from converter.reading import ranges
 from converter.schedule import Reading, Schedule
 from converter.stream import tasks_of
@@ -29,6 +33,8 @@ _GAP_BYTES = 64 << 10
 """Of a file are rather read in vain than left out by a request more."""
 
 _CONNECTIONS = 32
+
+_MERGING = "merging an adapter"
 
 
 @dataclass(frozen=True)
@@ -69,42 +75,91 @@ def segments(schedule: Schedule, weights: Weights, in_memory: Container[str], *,
       in_memory: tensors of which what is read is made in memory, decoded or merged.
       spooled: what is read again later is kept, so that it is fetched once.
     """
-    most = schedule.reading.task_bytes or _MOST_SEGMENT
     kept: set[tuple[str, int, int]] = set()
-    again = {id(array): spooled and _read_again(schedule, array) for array in schedule.plan.arrays}
-    for number, group in enumerate(schedule.groups):
-        found: list[Segment] = []
-        # Where the last segment of each kind is: scales are read by turns with codes.
-        latest: dict[tuple[str, int, bool], int] = {}
-        encoded = None
+    again = {array.name for array in schedule.plan.arrays if spooled and _read_again(schedule, array)}
+    for number, group in enumerate(_groups(schedule)):
+        joined = _Joined(number, schedule.reading.task_bytes or _MOST_SEGMENT)
         for task in tasks_of(group, schedule.reading.task_bytes, in_memory):
-            keep = again[id(task.chunk.array)]
-            name = task.piece.tensor
-            if name in weights.encodings and name != encoded:
-                latest.clear()
-            encoded = name if name in weights.encodings else None
+            joined.begin(task.piece.tensor if task.piece.tensor in weights.encodings else None)
             for tensor, begin, end in ranges(weights, task.piece, task.source):
-                # What is kept must be found again in the same pieces, so it is cut at every tensor.
-                kind = (tensor.file, tensor.offset if keep or encoded else -1, keep)
-                before = found[latest[kind]] if kind in latest else None
-                if (
-                    before is not None
-                    and before.begin <= begin <= before.end + (0 if keep else _GAP_BYTES)
-                    and max(end, before.end) - before.begin <= most
-                ):
-                    joined = Segment(tensor.file, before.begin, max(end, before.end), before.uses + 1, number, keep)
-                    found[latest[kind]] = joined
-                else:
-                    if encoded is None:
-                        latest.clear()
-                    latest[kind] = len(found)
-                    found.append(Segment(tensor.file, begin, end, 1, number, keep))
-        for segment in reversed(found) if number % 2 else found:
+                joined.add(tensor, begin, end, keep=task.chunk.array.name in again)
+        for segment in reversed(joined.segments) if number % 2 else joined.segments:
             key = (segment.file, segment.begin, segment.end)
             if key not in kept:
                 yield segment
             if segment.keep:
                 kept.add(key)
+
+
+class _Joined:
+    """What the tasks of a group read, one after the other; ranges that lie beside each other are one segment.
+
+    Attributes:
+      segments: in the order in which they are first needed.
+    """
+
+    def __init__(self, group: int, most: int) -> None:
+        self.segments: list[Segment] = []
+        self._group = group
+        self._most = most
+        self._encoded: str | None = None
+        # Where the last segment of each kind is: scales are read by turns with codes.
+        self._latest: dict[tuple[str, int, bool], int] = {}
+
+    def begin(self, encoded: str | None) -> None:
+        """Begin with a task, which reads what the tensor `encoded` is made of, None for one that is not encoded."""
+        if encoded is not None and encoded != self._encoded:
+            self._latest.clear()
+        self._encoded = encoded
+
+    def add(self, tensor: StoredTensor, begin: int, end: int, *, keep: bool) -> None:
+        """Read a range; `keep`: it will be read again later."""
+        # What is kept must be found again in the same pieces, so it is cut at every tensor.
+        kind = (tensor.file, tensor.offset if keep or self._encoded else -1, keep)
+        number = self._latest.get(kind)
+        if number is not None and (segment := self._extended(self.segments[number], begin, end)) is not None:
+            self.segments[number] = segment
+            return
+        if self._encoded is None:
+            self._latest.clear()
+        self._latest[kind] = len(self.segments)
+        self.segments.append(Segment(tensor.file, begin, end, 1, self._group, keep))
+
+    def _extended(self, before: Segment, begin: int, end: int) -> Segment | None:
+        """A segment with one more range, None where that lies too far away or makes it too large."""
+        gap = 0 if before.keep else _GAP_BYTES
+        end = max(end, before.end)
+        if not before.begin <= begin <= before.end + gap or end - before.begin > self._most:
+            return None
+        return Segment(before.file, before.begin, end, before.uses + 1, self._group, before.keep)
+
+
+def _groups(schedule: Schedule) -> Iterator[tuple[Chunk, ...]]:
+    """The schedule's groups, their arrays without pieces that no chunk of the group needs: of experts, nearly all."""
+    bounds: dict[str, np.ndarray] = {}
+    for group in schedule.groups:
+        found: dict[str, list[Chunk]] = {}
+        for chunk in group:
+            found.setdefault(chunk.array.name, []).append(chunk)
+        narrowed: list[Chunk] = []
+        for name, chunks in found.items():
+            array = chunks[0].array
+            if not array.parameter.pieces:
+                continue
+            if name not in bounds:
+                bounds[name] = _bounds([piece.target for piece in array.parameter.pieces])
+            boxes = _bounds([chunk.box for chunk in chunks])
+            touched = (bounds[name][:, 0] < boxes[:, 1].max(axis=0)) & (bounds[name][:, 1] > boxes[:, 0].min(axis=0))
+            pieces = tuple(array.parameter.pieces[i] for i in touched.all(axis=1).nonzero()[0])
+            if pieces:
+                array = replace(array, parameter=replace(array.parameter, pieces=pieces))
+                narrowed += [replace(chunk, array=array) for chunk in chunks]
+        yield tuple(narrowed)
+
+
+def _bounds(boxes: Sequence[Box]) -> np.ndarray:
+    """Where boxes begin and end: (boxes, 2, axes)."""
+    return np.asarray([([part.start for part in box], [part.stop for part in box]) for box in boxes], np.int64)
 
 
 def _read_again(schedule: Schedule, array: ArrayPlan) -> bool:
@@ -201,6 +256,19 @@ def tensors_held(weights: Weights, names: Iterable[str], spool: Path | None, thr
         yield
 
 
+def check_adapter(adapter: Source, spool: Path | None) -> None:
+    """Raise RequestError where an adapter is to be merged that is read over the network and may be kept nowhere."""
+    if spool is None and adapter.read_from_afar:
+        raise _no_spool(_MERGING)
+
+
+def _no_spool(what: str) -> RequestError:
+    return RequestError(
+        f"{what} that is read over the network needs it on disk meanwhile: spool_dir=none does not allow that; "
+        "give --spool_dir=FOLDER, or --cache_dir=FOLDER"
+    )
+
+
 @contextlib.contextmanager
 def adapter_held(adapter: Repository, spool: Path | None, threads: int) -> Iterator[None]:
     """Have the matrices of an adapter that is merged at hand for as long as the block lasts, checked.
@@ -210,7 +278,7 @@ def adapter_held(adapter: Repository, spool: Path | None, threads: int) -> Itera
     Raises:
       WorldError: the adapter is remote, and there is no room on disk for it, or it came damaged.
     """
-    with _held(adapter, list(adapter.tensors.values()), spool, threads, "merging an adapter"):
+    with _held(adapter, list(adapter.tensors.values()), spool, threads, _MERGING):
         if adapter.remote is not None:
             adapter.remote.check()
         yield
@@ -225,9 +293,11 @@ def _held(
         yield
         return
     needed = sum(tensor.nbytes for tensor in tensors)
-    if spool is None or free_bytes(spool) < needed:
+    if spool is None:
+        raise _no_spool(what)
+    if free_bytes(spool) < needed:
         raise WorldError(
-            f"{what} that is read over the network takes {needed / 1e9:.2f} GB of disk at a time: "
+            f"{what} that is read over the network takes {units.size(needed)} of disk at a time, and {spool} has not: "
             "give --spool_dir=FOLDER with that, or --cache_dir=FOLDER with all of it"
         )
     with remote.held([*map(_range, tensors)], spool, connections(threads)):

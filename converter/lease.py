@@ -29,6 +29,9 @@ RENEW_SECONDS = 20.0
 EXPIRE_SECONDS = 100.0
 """With the time until the next try, less than the two minutes that a killed run may block its successor for."""
 
+_TRIES = 10
+"""At taking a lease that changes meanwhile."""
+
 
 class Lease:
     """A lease that this process holds.
@@ -61,31 +64,37 @@ class Lease:
         """
         from google.api_core.exceptions import PreconditionFailed
 
-        try:
-            self._put(0)
-        except PreconditionFailed as error:
-            self._take_over(error)
-        self._thread.start()
+        generation = 0
+        for _ in range(_TRIES):
+            try:
+                self._put(generation)
+            except PreconditionFailed as error:
+                # Another one was faster, or what a dead one had under way has arrived: what is there now decides.
+                generation = self._replaceable(error)
+            else:
+                if generation:
+                    log.info("the lease %s was a dead converter's: taken over", self.path)
+                self._thread.start()
+                return
+        raise self._held("its lease changes again and again")
 
-    def _take_over(self, refusal: Any) -> None:
-        """Replace the lease of a process that has died."""
-        from google.api_core.exceptions import PreconditionFailed
+    def _replaceable(self, refusal: Any) -> int:
+        """The generation of the lease that may be written over: none's, this process's or a dead one's, with its note.
 
+        Raises:
+          WorldError: it is a living one's.
+        """
         found = buckets.get(self.path)
-        if found is None:
-            raise self._held("it was just given back")
+        self.note = (found.metadata or {}).get("note", "") if found is not None else ""
+        if found is None or self._is_own(found):
+            return int(found.generation) if found is not None else 0
         date = email.utils.parsedate_to_datetime(refusal.response.headers["Date"])
         age = (date - found.updated).total_seconds()
         left = EXPIRE_SECONDS - age
         if left > 0:
             who = (found.metadata or {}).get("who", "unknown")
             raise self._held(f"{who} renewed its lease {max(0.0, age):.0f} s ago; a dead one's ends in {left:.0f} s")
-        self.note = (found.metadata or {}).get("note", "")
-        try:
-            self._put(int(found.generation))
-        except PreconditionFailed:
-            raise self._held("it has just taken over a dead one's lease") from None
-        log.info("the lease %s was a dead converter's (%.0f s old): taken over", self.path, age)
+        return int(found.generation)
 
     def _held(self, why: str) -> WorldError:
         return WorldError(f"another converter is writing to {str(self.path).rpartition('/')[0]}: {why}")

@@ -85,13 +85,29 @@ class View:
           The elements of the stored tensor, a range of whole rows of its first axis; how those are looked at; and
           where in that view the box is.
         """
-        if not self.split or 0 not in self.order:
-            return slice(self.offset, self.offset + math.prod(self.split)), self, box
-        axis = self.axis(0)
-        rows, inner = box[axis], math.prod(self.split[1:])
-        view = replace(self, split=(rows.stop - rows.start, *self.split[1:]), offset=0)
-        within = (*box[:axis], slice(0, rows.stop - rows.start), *box[axis + 1 :])
-        return slice(self.offset + rows.start * inner, self.offset + rows.stop * inner), view, within
+        axis, part = self._row_axis, self.rows(box)
+        if axis is None:
+            return part, self, box
+        count = box[axis].stop - box[axis].start
+        view = replace(self, split=(count, *self.split[1:]), offset=0)
+        return part, view, (*box[:axis], slice(0, count), *box[axis + 1 :])
+
+    def rows(self, box: Box) -> slice:
+        """The elements of the stored tensor that must be at hand for a box of the view: see `narrowed`."""
+        if self._row_axis is None:
+            return slice(self.offset, self.offset + self._row_elements)
+        rows, inner = box[self._row_axis], self._row_elements
+        return slice(self.offset + rows.start * inner, self.offset + rows.stop * inner)
+
+    @cached_property
+    def _row_axis(self) -> int | None:
+        """The axis of the view that is the first one of the stored tensor; None where it is none of its axes."""
+        return self.axis(0) if self.split and 0 in self.order else None
+
+    @cached_property
+    def _row_elements(self) -> int:
+        """Elements of a row; of all where rows are not told apart."""
+        return math.prod(self.split if self._row_axis is None else self.split[1:])
 
     def bounded(self, box: Box, shape: tuple[int, ...]) -> tuple[Box, View, Box]:
         """As `narrowed`, but in every axis of the stored tensor, for sources that must be decoded first.
@@ -578,7 +594,10 @@ def parameters(
 def _check(name: str, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...], dtype: np.dtype) -> None:
     tensor = tensors.get(name)
     if tensor is None:
-        raise RequestError(f"tensor {name} is missing from the repository; is it a complete checkpoint of this model?")
+        hint = "is it a complete checkpoint of this model?"
+        if name.rpartition(".weight")[0].endswith("lm_head"):
+            hint = "a model that takes its embedding for that has tie_word_embeddings=true in config.json"
+        raise RequestError(f"tensor {name} is missing from the repository; {hint}")
     known = [code for code in WEIGHT_DTYPES if (NUMPY_DTYPES[code].kind == "i") == (dtype.kind == "i")]
     if tensor.dtype not in known:
         raise RequestError(f"tensor {name} has dtype {tensor.dtype}; only {', '.join(known)} can be converted")

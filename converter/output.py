@@ -127,7 +127,7 @@ def _leased(directory: Path) -> Iterator[Hold]:
             lease.write_note(target.name)
             if target.name == _REPLACEMENT:
                 # What a request that was under way when its run was killed has brought since; or nothing.
-                buckets.remove_tree(target)
+                buckets.remove_tree(target, marker=COMMITTED)
 
         yield Hold(begin, lease.check, lease.keep)
     except BaseException as error:
@@ -188,7 +188,7 @@ def _remove_unfinished(directory: Path, unfinished: str, *, seconds: float | Non
     from converter import buckets
 
     if not (directory / unfinished / COMMITTED).exists():
-        buckets.remove_tree(directory / unfinished, seconds=seconds)
+        buckets.remove_tree(directory / unfinished, marker=COMMITTED, seconds=seconds)
     elif unfinished == _REPLACEMENT:
         raise WorldError(f"{directory / unfinished} is complete; the next run puts it into its place")
 
@@ -208,9 +208,9 @@ def publish(directory: Path, written: Path) -> None:
         from converter import buckets
 
         # Each begins with, or ends with, what makes the folder a checkpoint.
-        buckets.remove_tree(step)
-        buckets.copy_tree(written, step)
-        buckets.remove_tree(written)
+        buckets.remove_tree(step, marker=COMMITTED)
+        buckets.copy_tree(written, step, marker=COMMITTED)
+        buckets.remove_tree(written, marker=COMMITTED)
         return
     step.rename(directory / _REPLACED)
     written.rename(step)

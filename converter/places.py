@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from converter import termination
+from converter import termination, units
 from converter.errors import ConverterError, RequestError, WorldError
 from converter.hf.space import existing
 
@@ -135,15 +135,25 @@ def check_writable(directory: Path) -> None:
         raise RequestError(f"cannot write to {directory}: {found} is read-only or not this user's")
 
 
+def check_file(path: Path) -> None:
+    """Find out whether a file can be written, as `check_writable` does.
+
+    Raises:
+      RequestError: it cannot: there is a directory of that name, say.
+      WorldError: the bucket does not answer.
+    """
+    if not is_remote(path) and path.is_dir():
+        raise RequestError(f"cannot write {path}: it is a directory; give a file's name")
+    check_writable(path.parent)
+
+
 def check_space(directory: Path, needed: int) -> None:
     """Raise WorldError where less than `needed` bytes are free; a bucket has no end."""
     if is_remote(directory):
         return
     free = shutil.disk_usage(existing(directory)).free
     if free < needed:
-        raise WorldError(
-            f"not enough space in {directory}: about {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
-        )
+        raise WorldError(f"not enough space in {directory}: about {units.size(needed)} needed, {units.size(free)} free")
 
 
 def stop_seconds(directory: Path) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from converter import units
 from converter.memory import Monitor
 
 log = logging.getLogger("converter")
@@ -101,8 +102,8 @@ class Meter:
         left = (self._total - self.done) / rate if rate > 0 else 0.0
         peak = self._monitor.peak
         line = (
-            f"{self.done / 1e9:.2f}/{self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s, {left:.0f} s left, "
-            f"memory {self._monitor.current.anonymous / 1e9:.2f} GB (peak {peak.anonymous / 1e9:.2f} GB)"
+            f"{units.size(self.done)} of {units.size(self._total)}, {units.size(rate)}/s, {left:.0f} s left, "
+            f"memory {units.size(self._monitor.current.anonymous)} (peak {units.size(peak.anonymous)})"
         )
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self.done, line=line)

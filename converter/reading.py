@@ -34,7 +34,7 @@ def ranges(weights: Weights, piece: Piece, box: Box) -> Iterator[tuple[StoredTen
     """What `box_reader` reads for a box: stored tensors, and the bytes of their files."""
     encoding = weights.encodings.get(piece.tensor)
     if encoding is None:
-        parts: Iterable[tuple[str, slice]] = [(piece.tensor, piece.view.narrowed(box)[0])]
+        parts: Iterable[tuple[str, slice]] = [(piece.tensor, piece.view.rows(box))]
     else:
         parts = decoding.ranges(encoding, piece.view.bounded(box, encoding.shape)[0])
     for name, part in parts:

@@ -22,7 +22,8 @@ from converter.errors import ConverterError, WorldError
 log = logging.getLogger("converter")
 
 DEFAULT_SECONDS = 300.0
-"""For how long one call is tried again, unless the user says otherwise."""
+"""For how long one call to a source is tried again, unless the user says otherwise; a bucket that is written to has
+longer (`buckets.DEADLINE_SECONDS`)."""
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds. TensorStore, which tries again by itself, is given the same (`buckets.TENSORSTORE`)."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from converter import memory, places, report
+from converter import memory, places, report, units
 from converter.convert import Outcome, convert
 from converter.errors import CheckError, ConverterError, RequestError, Terminated, WorldError, error_line
 from converter.logs import Heartbeat
@@ -198,15 +198,15 @@ def _tell(request: Request, outcome: Outcome, phases: Phases, seconds: float, pe
             "seconds": {name: round(value, 3) for name, value in phases.seconds.items()},
             "peak_memory_bytes": peak.anonymous,
         }
-        log.info("saved %s: %.2f GB of arrays", request.step, outcome.nbytes / 1e9, extra={"fields": fields})
+        log.info("saved %s: %s of arrays", request.step, units.size(outcome.nbytes), extra={"fields": fields})
         spent = ", ".join(f"{name} {value:.1f} s" for name, value in phases.seconds.items())
         log.info("time: %.1f s (%s)", seconds, spent)
     cgroup = memory.cgroup_peak()
     log.info(
-        "Peak memory: %.2f GB resident, %.2f GB anonymous + shared%s",
-        peak.resident / 1e9,
-        peak.anonymous / 1e9,
-        "" if cgroup is None else f", {cgroup / 1e9:.2f} GB cgroup",
+        "Peak memory: %s resident, %s anonymous + shared%s",
+        units.size(peak.resident),
+        units.size(peak.anonymous),
+        "" if cgroup is None else f", {units.size(cgroup)} cgroup",
     )
     if outcome.command is not None:
         print(f"load it in MaxText with:\n{outcome.command}")

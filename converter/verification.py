@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from converter import memory, output, places, termination
+from converter import fetching, memory, output, places, termination
 from converter.adapters import adapter_parameters, adapter_reader, place, uniform
 from converter.copying import boxes, copy_box
 from converter.errors import RequestError, Terminated
@@ -30,7 +30,7 @@ from converter.hf.quantised import Weights, open_weights
 from converter.hf.repository import Access, Repository, locate, open_repository
 from converter.layers import blocks
 from converter.mapping import Box, Geometry, Parameter, parameters
-from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, stored_arrays
+from converter.maxtext.checkpoint import Checkpoint, StoredArray, find_checkpoint, reading_back, stored_arrays
 from converter.maxtext.layout import PARAMS, ROOT
 from converter.merging import merging_reader
 from converter.models import FAMILIES, MODELS
@@ -70,6 +70,7 @@ class Check:
       report: where the report goes, None for nowhere.
       adapter: that is merged, or that the checkpoint holds alone; `source` is its base.
       as_json: whether the findings are printed as JSON.
+      adapter_revision: its commit on the hub.
     """
 
     path: Path
@@ -82,6 +83,7 @@ class Check:
     report: Path | None
     as_json: bool
     adapter: str | None = None
+    adapter_revision: str | None = None
 
     @property
     def sources(self) -> str:
@@ -122,7 +124,7 @@ def verify(check: Check, monitor: memory.Monitor, phases: Phases) -> Findings:
     with phases.phase("plan"):
         checkpoint = find_checkpoint(check.path)
         if check.report is not None:
-            places.check_writable(check.report.parent)
+            places.check_file(check.report)
         stored = {array.name: array for array in stored_arrays(checkpoint)}
         expected = _expectation(checkpoint, stored, check, phases)
         root, read, weights = expected.root, expected.read, expected.weights
@@ -175,7 +177,10 @@ def _expectation(
         if alone or "adapter" in record:
             raise RequestError(f"{checkpoint.items} was made with an adapter: give it as --hf_lora_adapter_path")
     else:
-        opened = open_adapter(locate_adapter(adapter, revision=None, access=access).fetch())
+        found = locate_adapter(adapter, revision=check.adapter_revision, access=access)
+        if not alone:
+            fetching.check_adapter(found, check.spool)
+        opened = open_adapter(found.fetch())
         if alone:
             return _adapter_expectation(
                 stored,
@@ -361,7 +366,8 @@ def _content(
     workers = max(1, min(threads, int(_FLIGHT_BYTES // max(1, largest))))
 
     def compare(block: Box) -> tuple[int, tuple[int, ...] | None]:
-        content = np.asarray(opened[block].read().result())
+        with reading_back(checkpoint.items):
+            content = np.asarray(opened[block].read().result())
         count, first = 0, None
         for box in boxes(content.shape, _COMPARED_ELEMENTS):
             within = tuple(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
+from converter import retrying
 from converter.errors import RequestError
 
 MAXTEXT_VERSION = "0.2.5"
@@ -131,7 +132,9 @@ OPTIONS: Mapping[str, Option] = {
     "save_dtype": Option(one_of("bfloat16", "float32", "float8_e4m3fn"), "bfloat16 or float32", "bfloat16"),
     "cache_dir": Option(str, "keep remote files there, or none: read byte ranges (default: the hub's cache)", own=True),
     "spool_dir": Option(str, "keep what is read twice there, or none (default: where temporary files are)", own=True),
-    "retry_seconds": Option(parse_seconds, "how long a request for the source is tried again", 300, own=True),
+    "retry_seconds": Option(
+        parse_seconds, "how long a request for the source is tried again", retrying.DEFAULT_SECONDS, own=True
+    ),
     "adapter_layout": Option(
         one_of("maxtext", "converter"), "of an adapter alone: as MaxText restores it, or as its converter saves it",
         "maxtext", own=True,

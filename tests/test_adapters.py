@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from reading import array_names, arrays, shardings, source_tensors, step_metadat
 from running import DEVICES, Run, convert, environment, files_below, to_maxtext, to_maxtext_process
 from safetensors.numpy import save_file
 from test_oracles import facts
+
+from converter import convert as converting
 
 MODELS = {"llama3.1": "llama3.1-8b", "qwen3": "qwen3-0.6b"}
 
@@ -768,6 +771,67 @@ def test_from_the_hub_by_ranges(kind: str, tmp_path: Path) -> None:
         assert all(request.range for request in hub.asked_for("adapter_model.safetensors"))
     assert found_in(tmp_path / "o", kind, "my-lora") == wanted_of(kind)
     assert {path.name for path in tmp_path.iterdir()} == {"o"}
+
+
+def test_by_ranges_without_a_place_for_them(tmp_path: Path) -> None:
+    """Two words that do not go together, found before anything is fetched; an adapter alone needs no place."""
+    words = (*REMOTE, "hf_lora_adapter_path=me/my-lora", "--cache_dir=none", "--spool_dir=none")
+    with running("me/my-lora") as hub:
+        hub.add(DATA / "lora-qwen3" / "adapter_f32", "main")
+        env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+        for more in ((), ("--dry_run",)):
+            run = to_maxtext_process(
+                *words, "load_parameters_path=merge", f"base_output_directory={tmp_path / 'o'}", *more, env=env
+            )
+            assert run.code == 2, run.stderr
+            assert "spool_dir=none" in run.errors[0]
+            assert not hub.asked_for("adapter_model.safetensors")
+        run = to_maxtext_process(*words, f"base_output_directory={tmp_path / 'o'}", env=env)
+        assert run.code == 0, run.stderr
+
+
+def test_an_adapter_from_afar_is_part_of_the_predicted_memory(tmp_path: Path) -> None:
+    """The base is a folder; what HTTP takes is needed all the same."""
+    predicted = []
+    with running("me/my-lora") as hub:
+        hub.add(DATA / "lora-qwen3" / "adapter_f32", "main")
+        env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+        for adapter in ("me/my-lora", DATA / "lora-qwen3" / "adapter_f32"):
+            run = to_maxtext_process(
+                *(*REMOTE, f"hf_lora_adapter_path={adapter}", "load_parameters_path=merge", "--memory_budget=1MB"),
+                *("--dry_run", "--cache_dir=none", f"base_output_directory={tmp_path / 'o'}"),
+                env=env,
+            )
+            assert run.code == 0, run.stderr
+            found = re.search(r"predicted peak memory \(anonymous\): ([\d,]+) bytes", run.stdout)
+            assert found is not None
+            predicted.append(int(found[1].replace(",", "")))
+    assert predicted[0] - predicted[1] == converting._REMOTE_BYTES
+
+
+def test_verify_with_an_adapters_revision(tmp_path: Path) -> None:
+    with running("me/my-lora") as hub:
+        hub.add(DATA / "lora-qwen3" / "adapter_partial_f32", "main")
+        hub.add(DATA / "lora-qwen3" / "adapter_f32", "v1")
+        env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+        words = (*REMOTE, "hf_lora_adapter_path=me/my-lora", "load_parameters_path=merge", "adapter_revision=v1")
+        run = to_maxtext_process(*words, f"base_output_directory={tmp_path / 'o'}", env=env)
+        assert run.code == 0, run.stderr
+        base = ("--source", str(DATA / "qwen3" / "hf_f32"))
+        codes = [
+            subprocess.run(
+                [sys.executable, "-m", "converter", "verify", str(tmp_path / "o"), *base, *more],
+                env=environment(env),
+                capture_output=True,
+                check=False,
+            ).returncode
+            for more in (
+                ("--hf_lora_adapter_path=me/my-lora", "--adapter_revision=v1"),
+                ("--hf_lora_adapter_path=me/my-lora",),
+                ("--adapter_revision=v1",),
+            )
+        ]
+    assert codes == [0, 4, 2]
 
 
 @pytest.mark.parametrize("cached", [True, False])

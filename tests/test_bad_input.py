@@ -18,6 +18,8 @@ from reading import arrays, values
 from running import Run, convert, files_below, to_maxtext, to_maxtext_process
 from safetensors.numpy import save_file
 
+from converter import convert as converting
+
 Tiny = Callable[[str], Path]
 
 MODEL = "qwen3-8b"
@@ -253,7 +255,8 @@ def changed(change: Callable[[Tensors], Any], tmp_path: Path, model_name: str = 
 )
 def test_missing_tensor(name: str, model_name: str, tmp_path: Path) -> None:
     source = changed(lambda tensors: tensors.pop(name), tmp_path, model_name)
-    check_refused(source, tmp_path, name, "missing", model_name=model_name)
+    hint = "tie_word_embeddings" if name == "lm_head.weight" else "is it a complete checkpoint"
+    check_refused(source, tmp_path, name, "missing", hint, model_name=model_name)
 
 
 @pytest.mark.parametrize(
@@ -892,3 +895,36 @@ def test_process_of_its_own(tmp_path: Path) -> None:
     assert run.stdout == ""
     assert run.stderr.count("\n") == 1
     assert files_below(tmp_path) == set()
+
+
+def test_a_report_that_is_a_directory(tmp_path: Path) -> None:
+    """It is found before the conversion and not after it."""
+    run = to_maxtext(
+        f"model_name={MODEL}",
+        f"hf_model_path={write_tiny(tmp_path / 'hf', MODEL)}",
+        f"base_output_directory={tmp_path / 'out'}",
+        f"--report={tmp_path}",
+    )
+    assert run.code == 2, run.stderr
+    assert "it is a directory" in run.errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("mode", "code"), [("refuse", 2), ("skip", 0), ("overwrite", 0)])
+def test_another_converter_was_faster(mode: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It completes the same checkpoint between this one's first look and its turn to write."""
+    words = (f"model_name={MODEL}", f"hf_model_path={write_tiny(tmp_path / 'hf', MODEL)}")
+    output, opened = tmp_path / "out", converting.output.opened
+
+    def late(directory: Path) -> Any:
+        monkeypatch.setattr(converting.output, "opened", opened)
+        assert to_maxtext(*words, f"base_output_directory={output}").code == 0
+        return opened(directory)
+
+    monkeypatch.setattr(converting.output, "opened", late)
+    run = to_maxtext(*words, f"base_output_directory={output}", f"--if_exists={mode}")
+    assert run.code == code, run.stderr
+    assert "Traceback" not in run.stderr
+    if code:
+        assert "exists" in run.errors[0]
+    assert {path.name for path in output.iterdir()} == {"0"}

@@ -25,6 +25,7 @@ from oracle import SCANNED, SOURCE, WORDS
 from running import ROOT, Run, environment, to_maxtext, to_maxtext_process
 
 from converter import buckets, cli, lease, retrying
+from converter.errors import WorldError
 
 MARKERS = {f"out/{marker}" for marker in servers.MARKERS}
 
@@ -141,7 +142,7 @@ def test_if_exists(bucket: Bucket) -> None:
     assert {name: bucket.read(name) for name in bucket.objects()} == before
     replaced = convert(bucket, "--if_exists=overwrite", "scan_layers=false")
     assert replaced.code == 0, replaced.stderr
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
     assert not bucket.objects() & set(before) - {name for name in before if not re.search(r"/d/[0-9a-f]{32}$", name)}, (
         "data of the old checkpoint are left"
     )
@@ -308,7 +309,7 @@ def test_transient_faults_are_tried_again(
     use(server.url, monkeypatch)
     assert read("verify", bucket.url("out"), "--source", str(SOURCE)).code == 0
     assert bucket.objects() >= MARKERS
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
 
 
 @pytest.mark.parametrize("fault", ["flip", "truncate"])
@@ -408,6 +409,11 @@ def expire(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", -2.0)
 
 
+def check_nothing_else(bucket: Bucket) -> None:
+    """There is the checkpoint, and nothing that a run needs only meanwhile."""
+    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+
+
 def check_no_checkpoint(bucket: Bucket) -> None:
     """Neither plain Orbax nor the converter sees one."""
     assert not bucket.objects() & MARKERS
@@ -479,7 +485,7 @@ def test_sigkill_while_trying_whether_it_can_be_written(bucket: Bucket, server: 
         run.wait()
     assert len(bucket.objects()) == 1
     assert convert(bucket).code == 0
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
 
 
 @pytest.mark.faults
@@ -500,7 +506,7 @@ def test_sigterm_while_the_bucket_is_gone(
     refused(convert(bucket), 3, "another converter")
     expire(monkeypatch)
     assert convert(bucket).code == 0
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
 
 
 @pytest.mark.faults
@@ -524,7 +530,7 @@ def test_sigkill_and_the_next_run(
     done = convert(bucket)
     assert done.code == 0, done.stderr
     assert read("verify", bucket.url("out"), "--source", str(SOURCE)).code == 0
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
     assert not {name for name in left & bucket.objects() if "/c/" in name}
 
 
@@ -594,6 +600,59 @@ class TestLease:
             lease.Lease(bucket.url("x/0.lease")).acquire()
         first.release()
 
+    @pytest.mark.parametrize("expire_seconds", [lease.EXPIRE_SECONDS, -2.0])
+    def test_what_a_dead_one_had_under_way(
+        self, expire_seconds: float, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its last renewal arrives while it is taken over: that counts as any other."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        path = bucket.url("x/0.lease")
+        dead, heir = lease.Lease(path), lease.Lease(path)
+        dead._put(0)
+        dead.note = "0.replacement"
+        monkeypatch.setattr(lease, "EXPIRE_SECONDS", -2.0)
+        get, asked = buckets.get, itertools.count(1)
+
+        def get_then_renew(path: object) -> Any:
+            # Each refusal is looked at twice: by what was refused, and by what may be taken over.
+            number = next(asked)
+            if number == 4:
+                lease.EXPIRE_SECONDS = expire_seconds
+            found = get(path)
+            if number == 2:
+                dead._put(dead._generation)
+            return found
+
+        monkeypatch.setattr(buckets, "get", get_then_renew)
+        if expire_seconds > 0:
+            with pytest.raises(WorldError, match="renewed its lease 0 s ago; a dead one's ends in"):
+                heir.acquire()
+            return
+        heir.acquire()
+        assert heir.note == "0.replacement"
+        with pytest.raises(PreconditionFailed):
+            dead._put(dead._generation)
+        heir.confirm()
+        heir.release()
+        assert bucket.objects() == set()
+
+    def test_is_given_back_while_it_is_asked_for(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = bucket.url("x/0.lease")
+        first, second = lease.Lease(path), lease.Lease(path)
+        first.acquire()
+        first.write_note("0")
+        get = buckets.get
+
+        def release_then_get(path: object) -> Any:
+            first.release()
+            return get(path)
+
+        monkeypatch.setattr(buckets, "get", release_then_get)
+        second.acquire()
+        assert second.note == ""
+        second.release()
+
     def test_answers_that_get_lost(self, bucket: Bucket, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         """What was written although nobody said so is its own."""
         asked: list[str] = []
@@ -632,7 +691,7 @@ def test_kill_while_an_overwrite_is_published(
     done = convert(bucket, "--if_exists=skip")
     assert done.code == 0, done.stderr
     assert "nothing to do" in done.stderr
-    assert not {name for name in bucket.objects() if not name.startswith("out/0/")}
+    check_nothing_else(bucket)
     (ways,) = plain_orbax([bucket.url("out/0")]).values()
     check_equals_oracle(ways)
 

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import math
+import re
 import struct
 import threading
 import time
@@ -26,9 +27,10 @@ from reading import arrays
 from running import Run, convert, files_below, to_maxtext
 from test_hostile import ENTRIES, FUZZ, JSON, MEMORY, NAMES, SECONDS, SIZES
 
-from converter import retrying
+from converter import gcs, retrying
 from converter.errors import RequestError
 from converter.hf import bucket as buckets
+from converter.hf import remote
 from converter.hf.remote import Ranges, RemoteFile, Server
 
 MODEL = "qwen3-8b"
@@ -388,6 +390,26 @@ def test_harm(kind: str, folder: Path, forks: Forks, tmp_path: Path) -> None:
     assert files_below(tmp_path) == {"message.json"}
 
 
+@pytest.mark.parametrize("what", ["/api/", "/storage/"])
+def test_a_server_that_drips(what: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte comes in time, all of them never: that is no better than a server that does not answer."""
+    monkeypatch.setattr(remote, "_TIMEOUT", (10.0, 0.3))
+
+    def drip(status: int, headers: dict[str, str], body: bytes) -> Iterator[bytes]:
+        told = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        yield f"HTTP/1.1 {status} OK\r\n{told}\r\n".encode()
+        for i in range(len(body)):
+            time.sleep(0.1)
+            yield body[i : i + 1]
+
+    hub.answer = lambda path, usual: drip(*usual) if what in path else usual
+    start = time.monotonic()
+    run = check(tmp_path / "out", "--retry_seconds=1")
+    assert 1 < time.monotonic() - start < 10
+    assert run.code == 3
+    assert re.search(r"only \d bytes came in 0 s; gave up after", run.stderr), run.stderr
+
+
 # Where the token goes
 
 
@@ -443,7 +465,7 @@ def test_a_buckets_token_stays_with_the_service(hub: Hub, monkeypatch: pytest.Mo
     """The session authorises whatever it asks for, so it asks for nothing else."""
     from google.oauth2.credentials import Credentials
 
-    monkeypatch.setattr(buckets, "_credentials", lambda: Credentials(TOKEN))
+    monkeypatch.setattr(gcs, "_credentials", lambda _: Credentials(TOKEN))
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", hub.endpoint)
     listing = json.dumps({"items": [{"name": "f/config.json", "size": "100", "generation": "1"}]}).encode()
     with Other() as other:
@@ -486,7 +508,7 @@ OBJECTS = st.fixed_dictionaries(
 )
 def test_any_listing(listing: Any, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", hub.endpoint)
-    buckets._credentials.cache_clear()
+    gcs._credentials.cache_clear()
     body = json.dumps(listing).encode()
     hub.answer = lambda path, usual: (200, {"Content-Length": str(len(body))}, body)
     for cache in ("none", str(tmp_path / "cache" / "below")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import tensorstore as ts
 
 from converter import datafiles
-from converter.datafiles import Place, open_files
+from converter.datafiles import Buffer, Place, open_files
 from converter.maxtext import ocdbt
 from converter.maxtext.ocdbt import Database
 
@@ -20,7 +21,7 @@ def opened(directory: Path, context: ts.Context | None = None) -> ts.KvStore:
     return ts.KvStore.open(spec, context=context).result()
 
 
-def write(directory: Path, values: dict[str, list[bytes | memoryview]]) -> None:
+def write(directory: Path, values: Mapping[str, Sequence[Buffer]]) -> None:
     database = Database(open_files(directory, 0))
     for key, value in values.items():
         database.write(key, value)
@@ -33,7 +34,9 @@ def test_tensorstore_reads_it(entries: int, count: int, tmp_path: Path, monkeypa
     """Of every height, with keys that begin alike and keys that do not."""
     monkeypatch.setattr(ocdbt, "_NODE_ENTRIES", entries)
     data = np.random.default_rng(0).integers(0, 256, (count, 200), np.uint8)
-    values = {f"{'array' * (i % 7)}{i}/c/{i}": [memoryview(data[i]), b"", bytes([i])] for i in range(count)}
+    values: dict[str, list[Buffer]] = {
+        f"{'array' * (i % 7)}{i}/c/{i}": [data[i].data, b"", bytes([i])] for i in range(count)
+    }
     write(tmp_path, values)
     store = opened(tmp_path)
     assert {key.decode() for key in store.list().result()} == set(values)

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from buckets import Bucket
 from checkpoints import write_folder, write_tiny
 from reading import source_tensors
 from running import convert, python_process, to_maxtext
 from test_families import words
 from test_oracles import CASES, DATA, Case
 
-from converter import verification
+from converter import buckets
 from converter.cli import main
 
 _CASES = {case.family: case for case in reversed(CASES) if case.source == "hf_bf16"}
@@ -191,7 +192,6 @@ pid = os.fork()
 if pid:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 143)
 from converter import verification
-from converter import verification
 from converter.cli import main
 verification._expected = lambda *_: os.kill(os.getpid(), signal.SIGTERM) or signal.pause()
 main(["verify", *sys.argv[1:]])
@@ -206,3 +206,57 @@ def test_log_of_a_check_in_json(checkpoint: Path, other: Path, capsys: pytest.Ca
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert lines[-1]["severity"] == "ERROR"
     assert lines[-1]["exit_code"] == 4
+
+
+def _flipped(content: bytes) -> bytes:
+    """With one other bit in every 64 bytes."""
+    return bytes(byte ^ (at % 64 == 20) for at, byte in enumerate(content))
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "missing": lambda content: None,
+    "truncated": lambda content: content[:10],
+    "flipped": _flipped,
+}
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("ocdbt", [True, False], ids=["ocdbt", "files"])
+def test_a_damaged_checkpoint(
+    ocdbt: bool,
+    damage: str,
+    where: str,
+    bucket: Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is said in one line, by whoever reads what is damaged."""
+    for name, value in bucket.environment().items():
+        monkeypatch.setenv(name, value)
+    buckets._client.cache_clear()
+    source = DATA / "qwen3" / "hf_bf16"
+    output = tmp_path / "out" if where == "disk" else bucket.url("out")
+    run = to_maxtext(
+        *words("qwen3"),
+        f"hf_model_path={source}",
+        f"base_output_directory={output}",
+        f"checkpoint_storage_use_ocdbt={ocdbt}",
+    )
+    assert run.code == 0, run.stderr
+    folder = (tmp_path if where == "disk" else bucket.folder) / "out" / "0" / "items"
+    paths = folder.glob("d/*") if ocdbt else [folder / "params.params.decoder.decoder_norm.scale" / "zarr.json"]
+    for path in sorted(paths):
+        left = DAMAGES[damage](path.read_bytes())
+        path.unlink()
+        if left is not None and where == "disk":
+            path.write_bytes(left)
+        elif left is not None:
+            bucket.put(str(path.relative_to(bucket.folder)), left)
+    capsys.readouterr()
+    assert main(["verify", str(output), "--source", str(source)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if "converter: error:" in line]) == 1, said
+    assert "damaged or incomplete" in said[-1], said
+    assert "Traceback" not in "".join(said)

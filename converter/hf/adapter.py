@@ -19,7 +19,7 @@ from typing import Any
 from converter.errors import RequestError
 from converter.hf.files import CONFIG
 from converter.hf.repository import Access, Repository, Source, SourceFiles, locate, open_files, source_file
-from converter.hf.safetensors import StoredTensor, read_header
+from converter.hf.safetensors import StoredTensor
 
 log = logging.getLogger("converter")
 
@@ -143,7 +143,7 @@ def open_adapter(source: Source) -> Adapter:
     if ADAPTER_WEIGHTS not in files.names:
         raise RequestError(f"{location} has no {ADAPTER_WEIGHTS}{_pickled(source, files)}")
     size, read = files.weights(ADAPTER_WEIGHTS)
-    tensors = _renamed(read_header(files.label(ADAPTER_WEIGHTS), ADAPTER_WEIGHTS, size, read), location)
+    tensors = _renamed(files.header(ADAPTER_WEIGHTS, size, read), location)
     described = (source_file(source, ADAPTER_WEIGHTS, size),)
     repository = Repository(location, source.revision, config, described, tensors, files.data)
     return Adapter(repository, _pairs(tensors, config, where), float(config["lora_alpha"]))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 _TIMEOUT = (10.0, 30.0)
 """Seconds until a connection is made, and between two arrivals of data."""
+
+_LEAST_RATE = 10_000.0
+"""Bytes per second that an answer's body must bring on average, after as long as one arrival may take: a server that
+sends a byte now and then would otherwise never be given up."""
 
 _PIECE_BYTES = 256 << 10
 """Read at a time: it stays in the processor's cache until it is copied."""
@@ -173,7 +178,7 @@ def ask(
             if response.status_code != 200:
                 raise _Refused(response.status_code, retrying.retry_after(response.headers.get("Retry-After")))
             content = bytearray()
-            for part in response.iter_content(_PIECE_BYTES >> 4):
+            for part in _arriving(response, decoded=True):
                 content += part
                 if len(content) > MAX_JSON_BYTES:
                     raise RequestError(f"{what} failed: the answer has no end")
@@ -267,9 +272,30 @@ def _check_range(headers: Mapping[str, str], status: int, file: RemoteFile, begi
 def _fill(out: memoryview, response: requests.Response) -> None:
     """Read an answer's body into memory that is there already: new memory costs a page fault for every 4 KiB."""
     filled = 0
-    while filled < len(out):
-        part = response.raw.read(min(len(out) - filled, _PIECE_BYTES), decode_content=False)
-        if not part:
-            raise _BrokenError(f"the connection ended {len(out) - filled} bytes too early")
+    for part in _arriving(response, decoded=False):
+        # Whatever comes after what was asked for.
+        part = part[: len(out) - filled]
         out[filled : filled + len(part)] = part
         filled += len(part)
+        if filled == len(out):
+            return
+    raise _BrokenError(f"the connection ended {len(out) - filled} bytes too early")
+
+
+def _arriving(response: requests.Response, *, decoded: bool) -> Iterator[bytes]:
+    """An answer's body as it arrives.
+
+    Args:
+      decoded: undo its Content-Encoding.
+
+    Raises:
+      _BrokenError: it comes too slowly.
+    """
+    begin, arrived = time.monotonic(), 0
+    # Whatever has arrived: a read of a certain size would wait for all of it, however slowly that comes.
+    while part := response.raw.read1(_PIECE_BYTES, decode_content=decoded):
+        arrived += len(part)
+        spent = time.monotonic() - begin
+        if spent > _TIMEOUT[1] + arrived / _LEAST_RATE:
+            raise _BrokenError(f"only {arrived} bytes came in {spent:.0f} s")
+        yield part

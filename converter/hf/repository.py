@@ -153,6 +153,11 @@ class Source:
     server: Server | None = None
     download: Callable[[], Path] | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def read_from_afar(self) -> bool:
+        """Whether its files are not brought here but read where they are, by ranges."""
+        return self.root is None and self.download is None
+
     def fetch(self) -> Source:
         """The same with its files here, if they are to be: downloads what the cache lacks."""
         if self.root is not None or self.download is None:
@@ -252,6 +257,22 @@ class SourceFiles:
         """The object that a JSON file holds."""
         return parse_json(self.small(name), self.label(name))
 
+    def header(self, name: str, size: int, read: Callable[[int, int], bytes]) -> dict[str, StoredTensor]:
+        """The tensors of a weight file; `size` and `read` as `weights` gives them.
+
+        What comes from a server and makes no sense is asked for again: what was damaged on the way comes differently.
+
+        Raises:
+          RequestError: it is no whole, well-formed safetensors file.
+          WorldError: it was damaged on the way, or cannot be read.
+        """
+        try:
+            return read_header(self.label(name), name, size, read)
+        except RequestError:
+            if not isinstance(self.data, StreamedFiles):
+                raise
+            return read_header(self.label(name), name, size, read)
+
 
 def open_files(source: Source) -> SourceFiles:
     """The files of a source that was fetched, here or on their server.
@@ -291,7 +312,7 @@ def open_repository(source: Source) -> Repository:
                 raise RequestError(f"{source.name} has more tensors than any model: over {_MOST_TENSORS}")
             return read(begin, end)
 
-        found = read_header(files.label(name), name, sizes[name], unless_too_many)
+        found = files.header(name, sizes[name], unless_too_many)
         counts.append(len(found))
         return found
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from converter import units
 from converter.errors import WorldError
 
 log = logging.getLogger("converter")
@@ -32,10 +33,10 @@ def check_cache_space(folder: Path, files: Iterable[tuple[int, Path, Path | None
     if needed <= 0:
         return
     free = shutil.disk_usage(existing(folder)).free
-    log.info("downloading %.2f GB to %s, where %.2f GB are free", needed / 1e9, existing(folder), free / 1e9)
+    log.info("downloading %s to %s, where %s are free", units.size(needed), existing(folder), units.size(free))
     if free < needed:
         raise WorldError(
-            f"not enough space in {folder} for the download: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free; "
+            f"not enough space in {folder} for the download: {units.size(needed)} needed, {units.size(free)} free; "
             "give --cache_dir=FOLDER on another disk, or --cache_dir=none to read without one"
         )
 

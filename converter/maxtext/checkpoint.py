@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +68,39 @@ class Checkpoint:
             else places.kvstore(self.items / name)
         )
         context = ts.Context(places.context(self.items))
-        return ts.open({"driver": driver, "kvstore": store}, open=True, read=True, context=context).result()
+        with reading_back(self.items):
+            return ts.open({"driver": driver, "kvstore": store}, open=True, read=True, context=context).result()
+
+
+_TRANSIENT = ("UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "CANCELLED")
+"""TensorStore's words, at the beginning of its messages, for what may succeed later; all others but
+`PERMISSION_DENIED` say that what was read makes no sense or is not there."""
+
+
+@contextlib.contextmanager
+def reading_back(items: Path) -> Iterator[None]:
+    """A block in which TensorStore reads a checkpoint: what it raises becomes one line.
+
+    Raises:
+      RequestError: the checkpoint is damaged, incomplete, or may not be read.
+      WorldError: the disk or the bucket failed.
+    """
+    try:
+        yield
+    except ConverterError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        status = text.partition(":")[0]
+        if not re.match(r"[A-Z_]+:|Error \w+ing\b", text):
+            raise
+        # What follows in brackets may be as long as a whole request and its answer.
+        reason = re.sub(r"\s*\[\w+=.*", "", text)[:300]
+        if status in _TRANSIENT or "retry attempts failed" in text:
+            raise WorldError(f"{items} cannot be read: {reason}; try again later") from error
+        if status in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+            raise RequestError(f"{items} cannot be read: {reason}") from error
+        raise RequestError(f"{items} is damaged or incomplete: {reason}; convert it again") from error
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -112,13 +146,25 @@ def _custom_metadata(step: Path) -> Mapping[str, Any]:
 
 
 def stored_arrays(checkpoint: Checkpoint) -> list[StoredArray]:
-    """Every array of the checkpoint, by name."""
+    """Every array of the checkpoint, by name.
+
+    Raises:
+      RequestError: it is damaged.
+      WorldError: it cannot be read.
+    """
+    with reading_back(checkpoint.items):
+        return _stored_arrays(checkpoint)
+
+
+def _stored_arrays(checkpoint: Checkpoint) -> list[StoredArray]:
     sizes = dict(_ocdbt_sizes(checkpoint.items) if checkpoint.ocdbt else places.sizes(checkpoint.items))
     per_array: dict[str, int] = {}
     for key, size in sizes.items():
         name = key.partition("/")[0]
         per_array[name] = per_array.get(name, 0) + size
     metadata = ocp.PyTreeCheckpointer().metadata(checkpoint.items)
+    if metadata.item_metadata is None:
+        raise RequestError(f"{checkpoint.items} is damaged or incomplete: Orbax cannot read its arrays' metadata")
     arrays = []
     for value in _leaves(metadata.item_metadata.tree):
         shape = tuple(value.shape)
