@@ -19,7 +19,7 @@ from running import convert, python_process, to_maxtext
 from test_families import words
 from test_oracles import CASES, DATA, Case
 
-from converter import buckets
+from converter import buckets, verification
 from converter.cli import main
 
 _CASES = {case.family: case for case in reversed(CASES) if case.source == "hf_bf16"}
