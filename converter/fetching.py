@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from converter import units
 from converter.errors import RequestError, WorldError
@@ -17,8 +15,7 @@ from converter.hf.quantised import Weights
 from converter.hf.repository import Repository, Source
 from converter.hf.safetensors import StoredTensor
 from converter.hf.spool import free_bytes
-from converter.mapping import Box
-from converter.plan import ArrayPlan, Chunk
+from converter.plan import ArrayPlan
 from converter.reading import ranges
 from converter.schedule import Reading, Schedule
 from converter.stream import tasks_of
@@ -77,7 +74,7 @@ def segments(schedule: Schedule, weights: Weights, in_memory: Container[str], *,
     """
     kept: set[tuple[str, int, int]] = set()
     again = {array.name for array in schedule.plan.arrays if spooled and _read_again(schedule, array)}
-    for number, group in enumerate(_groups(schedule)):
+    for number, group in enumerate(schedule.groups):
         joined = _Joined(number, schedule.reading.task_bytes or _MOST_SEGMENT)
         for task in tasks_of(group, schedule.reading.task_bytes, in_memory):
             joined.begin(task.piece.tensor if task.piece.tensor in weights.encodings else None)
@@ -132,34 +129,6 @@ class _Joined:
         if not before.begin <= begin <= before.end + gap or end - before.begin > self._most:
             return None
         return Segment(before.file, before.begin, end, before.uses + 1, self._group, before.keep)
-
-
-def _groups(schedule: Schedule) -> Iterator[tuple[Chunk, ...]]:
-    """The schedule's groups, their arrays without pieces that no chunk of the group needs: of experts, nearly all."""
-    bounds: dict[str, np.ndarray] = {}
-    for group in schedule.groups:
-        found: dict[str, list[Chunk]] = {}
-        for chunk in group:
-            found.setdefault(chunk.array.name, []).append(chunk)
-        narrowed: list[Chunk] = []
-        for name, chunks in found.items():
-            array = chunks[0].array
-            if not array.parameter.pieces:
-                continue
-            if name not in bounds:
-                bounds[name] = _bounds([piece.target for piece in array.parameter.pieces])
-            boxes = _bounds([chunk.box for chunk in chunks])
-            touched = (bounds[name][:, 0] < boxes[:, 1].max(axis=0)) & (bounds[name][:, 1] > boxes[:, 0].min(axis=0))
-            pieces = tuple(array.parameter.pieces[i] for i in touched.all(axis=1).nonzero()[0])
-            if pieces:
-                array = replace(array, parameter=replace(array.parameter, pieces=pieces))
-                narrowed += [replace(chunk, array=array) for chunk in chunks]
-        yield tuple(narrowed)
-
-
-def _bounds(boxes: Sequence[Box]) -> np.ndarray:
-    """Where boxes begin and end: (boxes, 2, axes)."""
-    return np.asarray([([part.start for part in box], [part.stop for part in box]) for box in boxes], np.int64)
 
 
 def _read_again(schedule: Schedule, array: ArrayPlan) -> bool:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from converter.errors import RequestError
-from converter.mapping import Box, Parameter
+from converter.mapping import Box, Parameter, Piece
 from converter.maxtext.chunks import ChunkFormat, chunk_format
 from converter.maxtext.devices import Partition, partition
 from converter.maxtext.layout import ROOT
@@ -100,6 +100,26 @@ class ArrayPlan:
     def chunks(self) -> Iterator[Chunk]:
         """In grid order, the last axis fastest."""
         return (Chunk(self, index) for index in itertools.product(*map(range, self.grid)))
+
+    def pieces_near(self, boxes: Sequence[Box]) -> list[Piece]:
+        """The pieces that touch what lies between boxes of the array, in order: of experts, a few of thousands."""
+        pieces = self.parameter.pieces
+        if len(pieces) <= 1:
+            return list(pieces)
+        low, high = _bounds(boxes)
+        begin, end = self._piece_bounds
+        touched = (begin < high.max(axis=0)) & (end > low.min(axis=0))
+        return [pieces[number] for number in touched.all(axis=1).nonzero()[0]]
+
+    @cached_property
+    def _piece_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        return _bounds([piece.target for piece in self.parameter.pieces])
+
+
+def _bounds(boxes: Sequence[Box]) -> tuple[np.ndarray, np.ndarray]:
+    """Where boxes begin and end, each of shape (boxes, axes)."""
+    begin = np.asarray([[part.start for part in box] for box in boxes], np.int64)
+    return begin, np.asarray([[part.stop for part in box] for box in boxes], np.int64)
 
 
 _MOST_CHUNKS = 1_000_000

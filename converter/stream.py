@@ -179,7 +179,7 @@ def tasks_of(group: tuple[Chunk, ...], read_bytes: int | None, encoded: Containe
     for chunk in group:
         by_array.setdefault(id(chunk.array), []).append(chunk)
     for chunks in by_array.values():
-        for piece in chunks[0].array.parameter.pieces:
+        for piece in chunks[0].array.pieces_near([chunk.box for chunk in chunks]):
             size = decoding.TASK_BYTES if piece.tensor in encoded else _TASK_BYTES
             boxes = [(chunk, *found) for chunk in chunks if (found := intersect(piece, chunk.box))]
             parts = [
@@ -213,13 +213,16 @@ def _split(
 ) -> Iterator[tuple[Box, Box]]:
     """Cut a copy into tasks of about `nbytes`, along the axis that lies outermost in the file as far as that goes."""
     sizes = [part.stop - part.start for part in source]
-    total = int(np.prod(sizes, dtype=np.int64)) * chunk.array.dtype.itemsize
+    total = math.prod(sizes) * chunk.array.dtype.itemsize
     axes = piece.view.stored_axes
     if read_bytes is not None:
         # Whole rows are read, so that nothing is gained by cutting those.
-        read = piece.view.narrowed(source)[0]
+        read = piece.view.rows(source)
         nbytes = min(nbytes, total * read_bytes // max(1, (read.stop - read.start) * _ELEMENT_BYTES))
         axes = axes[: 1 + next((i for i, axis in enumerate(axes) if sizes[axis] > 1), 0)]
+    if total <= nbytes:
+        yield target, source
+        return
     steps = list(sizes)
     for axis in axes:
         if total <= nbytes:
