@@ -21,7 +21,10 @@ from converter.schedule import Reading, Schedule
 from converter.stream import tasks_of
 
 WINDOW_BYTES = 64 << 20
-"""Read ahead."""
+"""Read ahead into memory, or on the way into the spool."""
+
+_SPOOL_WINDOW_BYTES = 256 << 20
+"""Read ahead into the spool, while what lies there already is walked again."""
 
 _LEAST_SEGMENT, _MOST_SEGMENT = 1 << 20, 8 << 20
 """What one request asks for at most: much enough that its latency matters little."""
@@ -161,17 +164,19 @@ def _lifetimes(schedule: Schedule) -> dict[str, tuple[int, int]]:
 
 
 def spool_bytes(schedule: Schedule, weights: Weights) -> int:
-    """What the spool takes at most: the tensors it holds at a time, and those of the group that is read ahead."""
+    """What the spool takes at most: the tensors it holds at a time, and what is read ahead."""
     changes: dict[int, int] = {}
+    held = most = total = 0
     for name, (first, last) in _lifetimes(schedule).items():
         size = sum(tensor.nbytes for tensor in weights.stored(name))
-        changes[first - 1] = changes.get(first - 1, 0) + size
+        total += size
+        changes[first] = changes.get(first, 0) + size
+        # They go when the group after has begun.
         changes[last + 2] = changes.get(last + 2, 0) - size
-    held = most = 0
     for number in sorted(changes):
         held += changes[number]
         most = max(most, held)
-    return most
+    return min(most + _SPOOL_WINDOW_BYTES, total)
 
 
 def plan_reads(weights: Weights, schedule: Schedule, in_memory: Container[str], spool: Path | None) -> Reads | None:
@@ -202,6 +207,7 @@ def reading_ahead(
     remote.read_ahead(
         segments(schedule, weights, in_memory, spooled=spooled),
         limit=WINDOW_BYTES,
+        spool_limit=_SPOOL_WINDOW_BYTES,
         connections=connections(schedule.threads),
         spool=reads.spool,
         used=used(schedule, weights) if spooled else {},

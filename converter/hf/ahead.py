@@ -1,7 +1,9 @@
 """Reading ahead: ranges of remote files are fetched in the order they will be needed, a bounded number of bytes early.
 
 Whoever needs a range takes it out of the segment it is part of; a segment is dropped when it was taken as often as
-announced. Segments are taken in about the order they were announced in, so those held are always the next ones.
+announced. Segments are taken in about the order they were announced in, so those held are always the next ones. What
+lies on disk as soon as it has come counts against a limit of its own, so that the network need not wait while the
+layers of one array are walked again and again.
 """
 
 from __future__ import annotations
@@ -59,24 +61,27 @@ class Ahead:
         elsewhere: Callable[[str, int, int], memoryview | None],
         *,
         limit: int,
+        disk_limit: int,
         connections: int,
     ) -> None:
         """Begin.
 
         Args:
           segments: in the order they will be needed.
-          fetch: gets one.
+          fetch: gets one, into memory or onto the disk, as its `keep` says.
           elsewhere: gives a range that need not be fetched, None where there is no such.
-          limit: bytes that are held; one segment at least.
+          limit: bytes that are held in memory or on their way; one segment at least.
+          disk_limit: bytes on disk that nobody has taken yet, or are on their way there; one segment at least.
           connections: how many segments are fetched at a time.
         """
         self._segments = segments
         self._fetch = fetch
         self._elsewhere = elsewhere
         self._limit = limit
+        self._disk_limit = disk_limit
         self._changed = threading.Condition()
         self._held: dict[str, list[_Held]] = {}
-        self._bytes = 0
+        self._bytes = self._disk_bytes = 0
         self._next = next(segments, None)
         self._closed = False
         self._error: BaseException | None = None
@@ -126,7 +131,10 @@ class Ahead:
         held.left -= 1
         if not held.left:
             self._held[segment.file].remove(held)
-            self._bytes -= segment.size
+            if segment.keep:
+                self._disk_bytes -= segment.size
+            else:
+                self._bytes -= segment.size
             self._changed.notify_all()
         return held.data[begin - segment.begin : end - segment.begin]
 
@@ -140,6 +148,8 @@ class Ahead:
                 held = _Held(self._next, self._next.uses)
                 self._held.setdefault(held.segment.file, []).append(held)
                 self._bytes += held.segment.size
+                if held.segment.keep:
+                    self._disk_bytes += held.segment.size
                 try:
                     self._next = next(self._segments, None)
                 except BaseException as error:
@@ -153,10 +163,14 @@ class Ahead:
                 return
             with self._changed:
                 held.data = data
+                if held.segment.keep:
+                    self._bytes -= held.segment.size
                 self._changed.notify_all()
 
     def _fits(self, segment: Segment) -> bool:
-        return self._bytes == 0 or self._bytes + segment.size <= self._limit
+        in_memory = self._bytes == 0 or self._bytes + segment.size <= self._limit
+        on_disk = not segment.keep or self._disk_bytes == 0 or self._disk_bytes + segment.size <= self._disk_limit
+        return in_memory and on_disk
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error

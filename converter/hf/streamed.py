@@ -94,6 +94,7 @@ class StreamedFiles:
         segments: Iterator[Segment],
         *,
         limit: int,
+        spool_limit: int,
         connections: int,
         spool: Path | None,
         used: Mapping[int, Iterable[tuple[str, int, int]]],
@@ -104,6 +105,7 @@ class StreamedFiles:
         Args:
           segments: in the order they will be needed.
           limit: bytes held in memory.
+          spool_limit: bytes in the spool that nobody has asked for yet.
           spool: folder for what is read again, None to fetch that again.
           used: group -> (file, begin, end) of what no later group reads.
           stop: set when nobody waits for data any more.
@@ -112,7 +114,9 @@ class StreamedFiles:
         self._spool = Spool(spool, (each for ranges in used.values() for each in ranges)) if spool is not None else None
         self._used = used
         self._group = -1
-        self._ahead = Ahead(segments, self._fetch_segment, self._kept, limit=limit, connections=connections)
+        self._ahead = Ahead(
+            segments, self._fetch_segment, self._kept, limit=limit, disk_limit=spool_limit, connections=connections
+        )
 
     def close(self) -> None:
         """Read ahead no more."""
@@ -188,9 +192,13 @@ class StreamedFiles:
 
     def _fetch_segment(self, segment: Segment) -> memoryview:
         data = self.fetch(segment.file, segment.begin, segment.end)
-        if segment.keep and self._spool is not None:
-            self._spool.put(segment.file, segment.begin, data)
-        return data
+        if not segment.keep:
+            return data
+        assert self._spool is not None, "what is kept has a place"
+        self._spool.put(segment.file, segment.begin, data)
+        kept = self._spool.view(segment.file, segment.begin, segment.end)
+        assert kept is not None, "it has been put there"
+        return kept
 
     def _kept(self, name: str, begin: int, end: int) -> memoryview | None:
         return self._spool.view(name, begin, end) if self._spool is not None else None
