@@ -131,6 +131,11 @@ def check_writable(directory: Path) -> None:
     found = existing(directory)
     if not found.is_dir():
         raise RequestError(f"cannot write to {directory}: {found} is a file")
+    for path in (directory, *directory.parents):
+        if path != found and path.is_symlink():
+            raise RequestError(f"cannot write to {directory}: {path} is a link that leads nowhere")
+        if path == found:
+            break
     if not os.access(found, os.W_OK | os.X_OK):
         raise RequestError(f"cannot write to {directory}: {found} is read-only or not this user's")
 

@@ -145,6 +145,8 @@ def _checked_message_path(text: str | None) -> Path | None:
     path = Path(text).expanduser()
     if not _is_directory(path.parent):
         raise RequestError(f"termination_message={text}: there is no such directory")
+    if _is_directory(path):
+        raise RequestError(f"termination_message={text}: it is a directory; give a file's name")
     # A kubelet mounts a file of its own: it can be written, but not be replaced nor have others beside it.
     if not os.access(path, os.W_OK):
         places.check_writable(path.parent)

@@ -897,13 +897,14 @@ def test_process_of_its_own(tmp_path: Path) -> None:
     assert files_below(tmp_path) == set()
 
 
-def test_a_report_that_is_a_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["report", "termination_message"])
+def test_a_file_that_is_a_directory(word: str, tmp_path: Path) -> None:
     """It is found before the conversion and not after it."""
     run = to_maxtext(
         f"model_name={MODEL}",
         f"hf_model_path={write_tiny(tmp_path / 'hf', MODEL)}",
         f"base_output_directory={tmp_path / 'out'}",
-        f"--report={tmp_path}",
+        f"--{word}={tmp_path}",
     )
     assert run.code == 2, run.stderr
     assert "it is a directory" in run.errors[0]
@@ -928,3 +929,11 @@ def test_another_converter_was_faster(mode: str, code: int, tmp_path: Path, monk
     if code:
         assert "exists" in run.errors[0]
     assert {path.name for path in output.iterdir()} == {"0"}
+
+
+@pytest.mark.parametrize("below", ["", "further/down"])
+def test_an_output_that_is_a_link_to_nowhere(below: str, tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    run = convert_badly(tiny(MODEL), tmp_path / "link" / below)
+    refused(run, 2, str(tmp_path / "link"), "leads nowhere")
+    assert not (tmp_path / "nowhere").exists()
