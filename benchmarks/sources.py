@@ -1,7 +1,8 @@
 """From the hub by byte ranges, and to a bucket, against from folder to folder: `python -m benchmarks.sources DIR`.
 
-The hub is one on this machine (`benchmarks/hub.py`), which takes its share of the same processors. So does a bucket's
-server that runs here; the environment says where it is, as for a conversion.
+The hub is one on this machine (`benchmarks/hub.py`), which takes its share of the same processors, and so does a bucket's
+server that runs here; the environment says where it is, as for a conversion. `--apart` gives the conversions processor 0
+and the hub the others, where a bucket's server should be too (`taskset`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("tmp/bench"))
     parser.add_argument("--bucket", help="gs:// path below which conversions are written, too; what they write stays")
+    parser.add_argument("--apart", action="store_true", help="conversions on processor 0 alone, the hub on the others")
     options = parser.parse_args(argv)
+    everywhere = os.sched_getaffinity(0)
+    if options.apart:
+        os.sched_setaffinity(0, everywhere - {0})
     files = weight_files(options.folder)
     repo = MODELS[options.model_name].models[options.model_name].hub
     hub = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.hub", str(options.folder), repo], stdout=subprocess.PIPE, text=True
     )
     try:
+        if options.apart:
+            os.sched_setaffinity(0, {0})
         assert hub.stdout is not None
         os.environ["HF_ENDPOINT"] = hub.stdout.readline().strip()
         cases = {
