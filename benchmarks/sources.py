@@ -1,8 +1,8 @@
 """From the hub by byte ranges, and to a bucket, against from folder to folder: `python -m benchmarks.sources DIR`.
 
-The hub is one on this machine (`benchmarks/hub.py`), which takes its share of the same processors, and so does a bucket's
-server that runs here; the environment says where it is, as for a conversion. `--apart` gives the conversions processor 0
-and the hub the others, where a bucket's server should be too (`taskset`).
+The hub is one on this machine (`benchmarks/hub.py`), which takes its share of the same processors, and so does a
+bucket's server that runs here; the environment says where it is, as for a conversion. `--apart` gives the conversions
+processor 0 and the hub the others, where a bucket's server should be too (`taskset`).
 """
 
 from __future__ import annotations
