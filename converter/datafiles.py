@@ -6,7 +6,6 @@ has returned for is stored.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import threading
@@ -86,8 +85,24 @@ class _File:
         self.name = _new_name()
         self.size = 0
         self.unsynced = 0
-        self.syncing: Future[None] | None = None
-        self.descriptor = _create(directory / self.name)
+        self.descriptor: int | None = _create(directory / self.name)
+
+    def append(self, value: Sequence[Buffer]) -> Place:
+        assert self.descriptor is not None, "nothing follows what is full"
+        place = Place(self.name, self.size, size(value))
+        _write(self.descriptor, value)
+        self.size += place.length
+        self.unsynced += place.length
+        return place
+
+    def sync(self) -> None:
+        assert self.descriptor is not None, "nothing is stored after the end"
+        os.fsync(self.descriptor)
+
+    def close(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
 
 
 class _Files:
@@ -95,31 +110,36 @@ class _Files:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._all: list[_File] = []
+        self._open: set[_File] = set()
         self._free: list[_File] = []
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._failure: OSError | None = None
 
     def append(self, value: Sequence[Buffer]) -> Place:
         try:
             file = self._free.pop()
         except IndexError:
             file = _File(self._directory)
-            self._all.append(file)
-        place = Place(file.name, file.size, size(value))
-        _write(file.descriptor, value)
-        file.size += place.length
-        file.unsynced += place.length
-        if file.unsynced >= _SYNC_BYTES and (file.syncing is None or file.syncing.done()):
+            self._open.add(file)
+        place = file.append(value)
+        full = file.size >= DATA_FILE_BYTES
+        if full or file.unsynced >= _SYNC_BYTES:
             file.unsynced = 0
-            self._sync(file)
-        if file.size < DATA_FILE_BYTES:
+            self._pool.submit(self._store, file, last=full)
+        if not full:
             self._free.append(file)
+        if self._failure is not None:
+            raise self._failure
         return place
 
-    def _sync(self, file: _File) -> None:
-        if file.syncing is not None:
-            file.syncing.result()
-        file.syncing = self._pool.submit(os.fsync, file.descriptor)
+    def _store(self, file: _File, *, last: bool) -> None:
+        """Have the disk store what is in a file; `last`: nothing will follow."""
+        try:
+            file.sync()
+        except OSError as error:
+            self._failure = self._failure or error
+        if last:
+            self._close(file)
 
     def put(self, name: str, value: Sequence[Buffer]) -> None:
         descriptor = _create(self._directory / name)
@@ -129,26 +149,25 @@ class _Files:
         finally:
             os.close(descriptor)
 
+    def _close(self, file: _File) -> None:
+        file.close()
+        self._open.discard(file)
+
     def finish(self) -> None:
-        for file in self._all:
-            self._sync(file)
-        for file in self._all:
-            assert file.syncing is not None
-            file.syncing.result()
-        self._close()
+        for file in self._free:
+            self._pool.submit(self._store, file, last=True)
+        self._pool.shutdown()
+        if self._failure is not None:
+            raise self._failure
 
     def abort(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        while self._all:
-            os.close(self._all.pop().descriptor)
+        for file in list(self._open):
+            self._close(file)
 
 
 def _create(path: Path) -> int:
-    with contextlib.suppress(FileExistsError):
-        path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
 

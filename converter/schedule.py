@@ -195,7 +195,8 @@ def _peak(plan: Plan, chunks: Sequence[int], threads: int, window: int) -> int:
     # What is not compressed is written to a disk from where it is, and copied on its way into a bucket.
     share = _COMPRESSED if plan.storage.compression else float(window > 0)
     stored = [int(share * chunk) for chunk in most]
-    sending = max(window, *stored[:1]) + OBJECT_BYTES if window else 0
+    # An object is on its way, however large, and the next one is gathered.
+    sending = max(window, OBJECT_BYTES + max(stored, default=0)) + OBJECT_BYTES if window else 0
     return sum(chunks) + sum(stored) + sending + _GAP_BYTES
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import tensorstore as ts
 
@@ -121,7 +123,10 @@ def test_threads_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert content == bytes([i % 256]) * 500 + bytes([i % 251]) * 1000
 
 
-def test_a_disk_that_fails_to_store_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_disk_that_fails_to_store_is_noticed(at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as it says so, and at the end at the latest."""
+    monkeypatch.setattr(datafiles, "_SYNC_BYTES", 1 if at_once else 1000)
     files = open_files(tmp_path, 0)
     files.append([b"1"])
 
@@ -129,6 +134,33 @@ def test_a_disk_that_fails_to_store_is_noticed(tmp_path: Path, monkeypatch: pyte
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(datafiles.os, "fsync", fail)
+
+    def go_on() -> None:
+        for _ in range(1000):
+            files.append([b"2"])
+            time.sleep(0.001)
+
     with pytest.raises(OSError, match="Input/output error"):
-        files.finish()
+        (go_on if at_once else files.finish)()
     files.abort()
+    assert open_files_below(tmp_path) == []
+
+
+def test_full_files_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model has more data files than a process may have open."""
+    monkeypatch.setattr(datafiles, "DATA_FILE_BYTES", 1000)
+    files = open_files(tmp_path, 0)
+    for _ in range(50):
+        files.append([bytes(1000)])
+    files.append([bytes(999)])
+    deadline = time.monotonic() + 10
+    while len(open_files_below(tmp_path)) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    files.finish()
+    assert open_files_below(tmp_path) == []
+    assert len(list((tmp_path / "d").iterdir())) == 51
+
+
+def open_files_below(folder: Path) -> list[str]:
+    return [file.path for file in psutil.Process().open_files() if file.path.startswith(str(folder))]
