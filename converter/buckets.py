@@ -122,6 +122,8 @@ def send(path: object, pieces: Sequence[bytes]) -> None:
 
     The client library would copy each several times; checks and failures are as with `write`.
     """
+    from google.api_core.exceptions import from_http_response
+
     bucket, name = split(path)
     for check in before_write:
         check()
@@ -138,7 +140,8 @@ def send(path: object, pieces: Sequence[bytes]) -> None:
             timeout=TIMEOUT_SECONDS,
             allow_redirects=False,
         )
-        response.raise_for_status()
+        if response.status_code != 200:
+            raise from_http_response(response)
         if (told := response.json().get("crc32c")) and parse_crc32c(told) != expected:
             raise ConnectionError(f"{name} was damaged on its way into the bucket")
 
