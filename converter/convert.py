@@ -48,8 +48,8 @@ SAVE_DTYPES = {"bfloat16": NUMPY_DTYPES["BF16"], "float32": NUMPY_DTYPES["F32"]}
 _ORBAX_THREADS = ("streamed_arrays", "np_type_handler", "write_metadata")
 """How the names of the threads begin in which Orbax saves."""
 
-_REMOTE_BYTES = 24_000_000
-"""Memory that the libraries for HTTP and credentials take, for a source and for an output."""
+_REMOTE_BYTES, _BOTH_REMOTE_BYTES = 24_000_000, 36_000_000
+"""Memory that the libraries for HTTP and credentials take, for a source or an output, and for both."""
 
 _STORED_BYTES = 1.4
 """What zstd leaves of a weight at least, for the check of free space: 70 % of the two bytes that matter."""
@@ -276,11 +276,11 @@ def _scheduled(
     )
     reading, cached = MAPPED, memory.limit()
     if repository.remote is not None:
-        reading = fetching.reading(request.threads)
+        reading = fetching.reading(request.threads, sum(tensor.nbytes for tensor in repository.tensors.values()))
         # Without a spool nothing is as good as a page cache: the larger the groups, the less is read again.
         cached = cached if request.spool is not None else 0
     remote = repository.remote is not None or (merged is not None and merged.repository.remote is not None)
-    libraries = _REMOTE_BYTES * (remote + places.is_remote(request.output))
+    libraries = (0, _REMOTE_BYTES, _BOTH_REMOTE_BYTES)[remote + places.is_remote(request.output)]
     reading = replace(reading, memory=reading.memory + libraries + request.threads * weights.scratch_bytes)
     budget = request.memory_budget
     if budget is not None and budget < plan.largest_chunk:
@@ -342,6 +342,7 @@ def _write(
             planned.read,
             planned.in_memory,
             weights.prefetch if not remote and planned.schedule.rereads(memory.limit()) else None,
+            remote.reached if remote is not None else None,
             digests.add if request.report is not None else None,
             meter.add,
             stop,

@@ -20,8 +20,11 @@ from converter.reading import ranges
 from converter.schedule import Reading, Schedule
 from converter.stream import tasks_of
 
-WINDOW_BYTES = 64 << 20
+_LEAST_WINDOW, _MOST_WINDOW = 16 << 20, 64 << 20
 """Read ahead into memory, or on the way into the spool."""
+
+_WINDOWS = 32
+"""Of a small source are read at least: it is over before a large window would have helped."""
 
 _SPOOL_WINDOW_BYTES = 256 << 20
 """Read ahead into the spool, while what lies there already is walked again."""
@@ -32,7 +35,8 @@ _LEAST_SEGMENT, _MOST_SEGMENT = 1 << 20, 8 << 20
 _GAP_BYTES = 64 << 10
 """Of a file are rather read in vain than left out by a request more."""
 
-_CONNECTIONS = 32
+_LEAST_CONNECTIONS, _MOST_CONNECTIONS = 8, 32
+"""Requests under way at a time."""
 
 _MERGING = "merging an adapter"
 
@@ -52,20 +56,16 @@ class Reads:
     spool_bytes: int
 
 
-def segment_bytes(threads: int) -> int:
-    """What one request asks for, so that the tasks of all threads together hold no more than is read ahead."""
-    return min(_MOST_SEGMENT, max(_LEAST_SEGMENT, WINDOW_BYTES // (2 * threads)))
+def reading(threads: int, nbytes: int) -> Reading:
+    """The memory of reading ahead: the window, and what the tasks at work took out of it.
 
-
-def connections(threads: int) -> int:
-    """How many requests are under way at a time."""
-    return min(_CONNECTIONS, WINDOW_BYTES // segment_bytes(threads))
-
-
-def reading(threads: int) -> Reading:
-    """The memory of reading ahead: the window, and what the tasks at work took out of it."""
-    segment = segment_bytes(threads)
-    return Reading(WINDOW_BYTES + threads * segment, segment)
+    Args:
+      nbytes: of the source.
+    """
+    window = min(_MOST_WINDOW, max(_LEAST_WINDOW, nbytes // _WINDOWS))
+    # The tasks of all threads together hold no more than is read ahead.
+    segment = min(_MOST_SEGMENT, max(_LEAST_SEGMENT, window // max(2 * threads, _LEAST_CONNECTIONS)))
+    return Reading(window + threads * segment, segment, window)
 
 
 def segments(schedule: Schedule, weights: Weights, in_memory: Container[str], *, spooled: bool) -> Iterator[Segment]:
@@ -91,20 +91,44 @@ def segments(schedule: Schedule, weights: Weights, in_memory: Container[str], *,
                 kept.add(key)
 
 
-class _Joined:
-    """What the tasks of a group read, one after the other; ranges that lie beside each other are one segment.
+@dataclass
+class _Growing:
+    """A segment to which ranges are added."""
 
-    Attributes:
-      segments: in the order in which they are first needed.
-    """
+    file: str
+    begin: int
+    end: int
+    parts: list[tuple[int, int]]
+    keep: bool
+
+    def add(self, begin: int, end: int, most: int) -> bool:
+        """Add a range, unless it lies too far away or makes the segment too large."""
+        gap, last = (0 if self.keep else _GAP_BYTES), max(end, self.end)
+        if not self.begin <= begin <= self.end + gap or last - self.begin > most:
+            return False
+        self.end = last
+        self.parts.append((begin, end))
+        return True
+
+
+class _Joined:
+    """What the tasks of a group read, one after the other; ranges that lie beside each other are one segment."""
 
     def __init__(self, group: int, most: int) -> None:
-        self.segments: list[Segment] = []
+        self._grown: list[_Growing] = []
         self._group = group
         self._most = most
         self._encoded: str | None = None
-        # Where the last segment of each kind is: scales are read by turns with codes.
-        self._latest: dict[tuple[str, int, bool], int] = {}
+        # The last segment of each kind: scales are read by turns with codes.
+        self._latest: dict[tuple[str, int, bool], _Growing] = {}
+
+    @property
+    def segments(self) -> list[Segment]:
+        """In the order in which they are first needed."""
+        return [
+            Segment(grown.file, grown.begin, grown.end, tuple(grown.parts), self._group, grown.keep)
+            for grown in self._grown
+        ]
 
     def begin(self, encoded: str | None) -> None:
         """Begin with a task, which reads what the tensor `encoded` is made of, None for one that is not encoded."""
@@ -116,22 +140,13 @@ class _Joined:
         """Read a range; `keep`: it will be read again later."""
         # What is kept must be found again in the same pieces, so it is cut at every tensor.
         kind = (tensor.file, tensor.offset if keep or self._encoded else -1, keep)
-        number = self._latest.get(kind)
-        if number is not None and (segment := self._extended(self.segments[number], begin, end)) is not None:
-            self.segments[number] = segment
+        latest = self._latest.get(kind)
+        if latest is not None and latest.add(begin, end, self._most):
             return
         if self._encoded is None:
             self._latest.clear()
-        self._latest[kind] = len(self.segments)
-        self.segments.append(Segment(tensor.file, begin, end, 1, self._group, keep))
-
-    def _extended(self, before: Segment, begin: int, end: int) -> Segment | None:
-        """A segment with one more range, None where that lies too far away or makes it too large."""
-        gap = 0 if before.keep else _GAP_BYTES
-        end = max(end, before.end)
-        if not before.begin <= begin <= before.end + gap or end - before.begin > self._most:
-            return None
-        return Segment(before.file, before.begin, end, before.uses + 1, self._group, before.keep)
+        self._latest[kind] = _Growing(tensor.file, begin, end, [(begin, end)], keep)
+        self._grown.append(self._latest[kind])
 
 
 def _read_again(schedule: Schedule, array: ArrayPlan) -> bool:
@@ -206,9 +221,9 @@ def reading_ahead(
     spooled = reads.spool is not None
     remote.read_ahead(
         segments(schedule, weights, in_memory, spooled=spooled),
-        limit=WINDOW_BYTES,
+        limit=schedule.reading.window,
         spool_limit=_SPOOL_WINDOW_BYTES,
-        connections=connections(schedule.threads),
+        connections=min(_MOST_CONNECTIONS, schedule.reading.window // (schedule.reading.task_bytes or _MOST_SEGMENT)),
         spool=reads.spool,
         used=used(schedule, weights) if spooled else {},
         stop=stop,
@@ -275,5 +290,6 @@ def _held(
             f"{what} that is read over the network takes {units.size(needed)} of disk at a time, and {spool} has not: "
             "give --spool_dir=FOLDER with that, or --cache_dir=FOLDER with all of it"
         )
-    with remote.held([*map(_range, tensors)], spool, connections(threads)):
+    connections = min(_MOST_CONNECTIONS, max(_LEAST_CONNECTIONS, threads))
+    with remote.held([*map(_range, tensors)], spool, connections):
         yield

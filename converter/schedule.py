@@ -27,7 +27,7 @@ DEVICE_BYTES = 120_000
 _WORKER_BYTES, _WORKERS_BYTES = 16_000_000, 36_000_000
 """What zstd takes for each of several threads that compress one chunk together, and for all of them."""
 
-_WINDOW_BYTES = 3 * OBJECT_BYTES
+_WINDOW_BYTES = 6 * OBJECT_BYTES
 """On their way into a bucket at a time, so that no connection waits for the next object."""
 
 _GAP_BYTES = 16 << 20
@@ -35,6 +35,9 @@ _GAP_BYTES = 16 << 20
 
 _COMPRESSED = 0.8
 """What zstd leaves of bfloat16 weights."""
+
+_STEP_BYTES = 1 << 20
+"""Between two budgets that are compared."""
 
 _MARGIN = 0.95
 """Of the promise may be predicted, since a prediction is not exact."""
@@ -57,13 +60,15 @@ class Reading:
     Attributes:
       memory: bytes.
       task_bytes: of the source that one task may read, None for any number.
+      window: bytes that are read ahead.
     """
 
     memory: int
     task_bytes: int | None
+    window: int
 
 
-MAPPED = Reading(0, None)
+MAPPED = Reading(0, None, 0)
 """Of files that are mapped: their pages are the kernel's."""
 
 
@@ -165,6 +170,11 @@ class Schedule:
         walked = (array.nbytes for array in self.plan.arrays if self.passes(array) > 1)
         return max(walked, default=0) > memory_limit - self.peak_memory
 
+    @property
+    def walks_once(self) -> bool:
+        """Whether no source is walked again."""
+        return all(self.passes(array) == 1 for array in self.plan.arrays)
+
     def passes(self, array: ArrayPlan) -> int:
         """How often the array's sources are walked."""
         if not array.strided:
@@ -186,18 +196,23 @@ def _window(budget: int) -> int:
 
 
 def _peak(plan: Plan, chunks: Sequence[int], threads: int, window: int) -> int:
-    """Bytes for chunks of these sizes in memory: they, the stored form of those at work, and what is being sent.
+    """Bytes for chunks of these sizes in memory, and for what comes of them.
 
     Args:
       window: bytes that are on their way into a bucket, 0 on a disk.
     """
+    return sum(chunks) + _stored(plan, chunks, threads, window)
+
+
+def _stored(plan: Plan, chunks: Sequence[int], threads: int, window: int) -> int:
+    """Bytes beside chunks of these sizes: the stored form of those at work, and what is being sent."""
     most = heapq.nlargest(threads, chunks)
     # What is not compressed is written to a disk from where it is, and copied on its way into a bucket.
     share = _COMPRESSED if plan.storage.compression else float(window > 0)
     stored = [int(share * chunk) for chunk in most]
     # An object is on its way, however large, and the next one is gathered.
     sending = max(window, OBJECT_BYTES + max(stored, default=0)) + OBJECT_BYTES if window else 0
-    return sum(chunks) + sum(stored) + sending + _GAP_BYTES
+    return sum(stored) + sending + _GAP_BYTES
 
 
 def _together(chunks: Sequence[int], workers: int) -> int:
@@ -231,8 +246,12 @@ def make_schedule(
     promised = _promised_budget(plan, threads, memory_limit, reading, remote) if budget is None else budget
     enough = 2 * chunk * math.ceil(max(_BUSY_BYTES / chunk, threads) / 2)
     overlapped = Schedule(plan, promised if budget is not None else min(promised, enough), threads, 2, reading, remote)
+    in_turn = Schedule(plan, promised, threads, 1, reading, remote)
     if promised < 2 * chunk or overlapped.rereads(memory_limit):
-        return Schedule(plan, promised, threads, 1, reading, remote)
+        return in_turn
+    # What comes from afar and is walked again lies on disk meanwhile: a copy that only one walk does without.
+    if reading.task_bytes is not None and in_turn.walks_once and not overlapped.walks_once:
+        return in_turn
     return overlapped
 
 
@@ -241,10 +260,10 @@ def _promised_budget(plan: Plan, threads: int, memory_limit: int, reading: Readi
     chunk = max(1, plan.largest_chunk)
     promised = (PROMISED_BYTES + PROMISED_CHUNKS * chunk) * _MARGIN
     room = min(promised, max(memory_limit / 4, PROMISED_BYTES)) - _process(plan.devices, reading.memory)
-    counts = range(1, max(2, int(room // chunk) + 1))
+    steps = range(0, max(0, int(room)), _STEP_BYTES)
 
-    def peak(count: int) -> int:
-        return _peak(plan, [chunk] * count, threads, _window(count * chunk) if remote else 0)
+    def peak(budget: int) -> int:
+        chunks = [chunk] * max(1, budget // chunk)
+        return budget + _stored(plan, chunks, threads, _window(budget) if remote else 0)
 
-    count = max(1, bisect.bisect_right(counts, room, key=peak))
-    return count * chunk
+    return max(chunk, (bisect.bisect_right(steps, room, key=peak) - 1) * _STEP_BYTES)

@@ -43,6 +43,7 @@ class Writer:
       read: gives the source's content for a box of a piece.
       encoded: names of the tensors that `read` decodes, for which it needs memory.
       prefetch: reads a range of a tensor's elements ahead; None leaves that to the kernel.
+      on_group: called with the number of each group when its reading begins; that of all groups before is over.
       on_chunk: called with each filled chunk and its content, from several threads.
       on_stored: called with each chunk's uncompressed and stored bytes, from several threads.
       stop: when set, the writer gives up at the next opportunity.
@@ -52,6 +53,7 @@ class Writer:
     read: ReadBox
     encoded: Container[str]
     prefetch: Callable[[str, int, int], None] | None
+    on_group: Callable[[int], None] | None
     on_chunk: Callable[[Chunk, np.ndarray], None] | None
     on_stored: Callable[[int, int], None]
     stop: threading.Event
@@ -82,6 +84,8 @@ class Writer:
             if len(storing) == self.schedule.at_once:
                 _finish(storing.popleft())
             buffers = _buffers(group, blocks[number % len(blocks)])
+            if self.on_group is not None:
+                self.on_group(number)
             self._fill(pool, group, buffers, backwards=bool(number % 2))
             workers = self.schedule.workers(group)
             storing.append([pool.submit(self._store, chunk, buffers, workers, store) for chunk in group])

@@ -1,14 +1,15 @@
 """Reading ahead: ranges of remote files are fetched in the order they will be needed, a bounded number of bytes early.
 
-Whoever needs a range takes it out of the segment it is part of; a segment is dropped when it was taken as often as
-announced. Segments are taken in about the order they were announced in, so those held are always the next ones. What
-lies on disk as soon as it has come counts against a limit of its own, so that the network need not wait while the
-layers of one array are walked again and again.
+Whoever needs a range takes it out of the segment it was announced with; a segment is dropped when everything was taken
+that it was announced for. Segments are taken in about the order they were announced in, so those held are always the
+next ones. What lies on disk as soon as it has come counts against a limit of its own, so that the network need not wait
+while the layers of one array are walked again and again.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ class Segment:
     Attributes:
       file: its name in the repository.
       begin, end: bytes.
-      uses: how many readers take it, or a part of it.
+      parts: the ranges in it that will be taken, one for each time.
       group: of chunks that it is read for.
       keep: it will be read again later.
     """
@@ -28,7 +29,7 @@ class Segment:
     file: str
     begin: int
     end: int
-    uses: int
+    parts: tuple[tuple[int, int], ...]
     group: int
     keep: bool
 
@@ -41,8 +42,10 @@ class Aborted(Exception):  # noqa: N818 - not an error
     """Nobody waits for what is read any more."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Held:
+    """A segment, how often it is still to be taken, and its content once that has come."""
+
     segment: Segment
     left: int
     data: memoryview | None = None
@@ -80,7 +83,10 @@ class Ahead:
         self._limit = limit
         self._disk_limit = disk_limit
         self._changed = threading.Condition()
-        self._held: dict[str, list[_Held]] = {}
+        self._held: set[_Held] = set()
+        # Who takes what: (group, file, begin, end) -> segments that were announced with it.
+        self._due: dict[tuple[int, str, int, int], deque[_Held]] = {}
+        self._group = -1
         self._bytes = self._disk_bytes = 0
         self._next = next(segments, None)
         self._closed = False
@@ -88,8 +94,18 @@ class Ahead:
         for _ in range(connections):
             threading.Thread(target=self._run, name="ahead", daemon=True).start()
 
-    def take(self, file: str, begin: int, end: int, stop: threading.Event) -> tuple[int, memoryview] | None:
-        """A range and the group whose segment it is in, -1 for none; None where nobody fetches it.
+    def reach(self, group: int) -> None:
+        """Begin with the reading for a group of chunks; that for all groups before is over."""
+        with self._changed:
+            self._group = group
+            for key in [key for key in self._due if key[0] < group]:
+                del self._due[key]
+            for held in [held for held in self._held if held.segment.group < group]:
+                self._drop(held)
+            self._changed.notify_all()
+
+    def take(self, file: str, begin: int, end: int, stop: threading.Event) -> memoryview | None:
+        """A range that the group reached needs; None where nobody fetches it.
 
         Raises:
           Aborted: closed, or `stop` was set, while waiting.
@@ -101,13 +117,16 @@ class Ahead:
                     raise self._error
                 if self._closed or stop.is_set():
                     raise Aborted
-                held = self._find(file, begin, end)
-                if held is not None and held.data is not None:
-                    return held.segment.group, self._taken(held, begin, end)
-                if held is None:
+                key = (self._group, file, begin, end)
+                due = self._due.get(key)
+                if due and (data := due[0].data) is not None:
+                    held = due.popleft()
+                    self._taken(held)
+                    return data[begin - held.segment.begin : end - held.segment.begin]
+                if not due:
                     if (found := self._elsewhere(file, begin, end)) is not None:
-                        return -1, found
-                    if self._next is None:
+                        return found
+                    if self._next is None or self._next.group > self._group:
                         return None
                 # Not for ever at once, for the sake of `stop`.
                 self._changed.wait(0.1)
@@ -117,26 +136,21 @@ class Ahead:
         with self._changed:
             self._closed = True
             self._held.clear()
+            self._due.clear()
             self._changed.notify_all()
 
-    def _find(self, file: str, begin: int, end: int) -> _Held | None:
-        for held in self._held.get(file, ()):
-            if held.segment.begin <= begin and end <= held.segment.end:
-                return held
-        return None
-
-    def _taken(self, held: _Held, begin: int, end: int) -> memoryview:
-        assert held.data is not None
-        segment = held.segment
+    def _taken(self, held: _Held) -> None:
         held.left -= 1
         if not held.left:
-            self._held[segment.file].remove(held)
-            if segment.keep:
-                self._disk_bytes -= segment.size
-            else:
-                self._bytes -= segment.size
+            self._drop(held)
             self._changed.notify_all()
-        return held.data[begin - segment.begin : end - segment.begin]
+
+    def _drop(self, held: _Held) -> None:
+        self._held.discard(held)
+        if held.segment.keep:
+            self._disk_bytes -= held.segment.size
+        elif held.data is not None:
+            self._bytes -= held.segment.size
 
     def _run(self) -> None:
         while True:
@@ -145,8 +159,7 @@ class Ahead:
                     self._changed.wait()
                 if self._closed or self._next is None or self._error is not None:
                     return
-                held = _Held(self._next, self._next.uses)
-                self._held.setdefault(held.segment.file, []).append(held)
+                held = self._announce(self._next)
                 self._bytes += held.segment.size
                 if held.segment.keep:
                     self._disk_bytes += held.segment.size
@@ -163,9 +176,16 @@ class Ahead:
                 return
             with self._changed:
                 held.data = data
-                if held.segment.keep:
+                if held.segment.keep or held not in self._held:
                     self._bytes -= held.segment.size
                 self._changed.notify_all()
+
+    def _announce(self, segment: Segment) -> _Held:
+        held = _Held(segment, len(segment.parts))
+        self._held.add(held)
+        for begin, end in segment.parts:
+            self._due.setdefault((segment.group, segment.file, begin, end), deque()).append(held)
+        return held
 
     def _fits(self, segment: Segment) -> bool:
         in_memory = self._bytes == 0 or self._bytes + segment.size <= self._limit

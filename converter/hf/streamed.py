@@ -48,7 +48,6 @@ class StreamedFiles:
         self._spool: Spool | None = None
         self._used: Mapping[int, Iterable[tuple[str, int, int]]] = {}
         self._group = -1
-        self._lock = threading.Lock()
 
     def bytes_of(self, name: str, begin: int, end: int) -> memoryview:
         """Bytes `begin` to `end` of a file: read ahead, kept from an earlier time, or asked for now.
@@ -57,9 +56,7 @@ class StreamedFiles:
           RequestError: the server refuses, or the file has changed.
           WorldError: the server failed for too long, or sent damaged data.
         """
-        if self._ahead is not None and (taken := self._ahead.take(name, begin, end, self.stop)) is not None:
-            group, data = taken
-            self._reached(group)
+        if self._ahead is not None and (data := self._ahead.take(name, begin, end, self.stop)) is not None:
             return data
         if self._ahead is None and (kept := self._kept(name, begin, end)) is not None:
             return kept
@@ -117,6 +114,17 @@ class StreamedFiles:
         self._ahead = Ahead(
             segments, self._fetch_segment, self._kept, limit=limit, disk_limit=spool_limit, connections=connections
         )
+
+    def reached(self, group: int) -> None:
+        """Begin with the reading for a group of chunks; that for all groups before is over."""
+        if self._ahead is None:
+            return
+        self._ahead.reach(group)
+        if self._spool is not None:
+            for number in range(max(self._group, 0), group):
+                for file, begin, end in self._used.get(number, ()):
+                    self._spool.drop(file, begin, end)
+        self._group = group
 
     def close(self) -> None:
         """Read ahead no more."""
@@ -202,13 +210,3 @@ class StreamedFiles:
 
     def _kept(self, name: str, begin: int, end: int) -> memoryview | None:
         return self._spool.view(name, begin, end) if self._spool is not None else None
-
-    def _reached(self, group: int) -> None:
-        """A group's reading has begun, so that of all groups before is over."""
-        with self._lock:
-            first, self._group = self._group, max(group, self._group)
-            done = range(max(first, 0), self._group)
-        if self._spool is not None:
-            for number in done:
-                for file, begin, end in self._used.get(number, ()):
-                    self._spool.drop(file, begin, end)
