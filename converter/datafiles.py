@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +23,7 @@ Buffer = bytes | memoryview
 DATA_FILE_BYTES = 2 << 30
 """Size from which on nothing is appended to a file, MaxText's DEFAULT_OCDBT_TARGET_DATA_FILE_SIZE."""
 
-OBJECT_BYTES = 16 << 20
+OBJECT_BYTES = 8 << 20
 """The same of an object in a bucket, which is in memory until it is sent."""
 
 _UPLOADS = 16
@@ -188,11 +187,13 @@ class _Objects:
         self._directory = directory
         self._window = window
         self._pool = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="upload")
+        # Held while an object waits for room, so that no more than one does.
         self._lock = threading.Lock()
         self._name = _new_name()
         self._gathered: list[bytes] = []
-        self._sending: deque[tuple[int, Future[None]]] = deque()
-        self._on_way = 0
+        self._arrived = threading.Condition()
+        self._on_way: list[int] = []
+        self._failure: BaseException | None = None
 
     def append(self, value: Sequence[Buffer]) -> Place:
         kept = _kept(value)
@@ -208,31 +209,43 @@ class _Objects:
             self._send(name, _kept(value))
 
     def _send_gathered(self) -> None:
+        name, self._name = self._name, _new_name()
         gathered, self._gathered = self._gathered, []
-        self._send(self._name, gathered)
-        self._name = _new_name()
+        self._send(name, gathered)
 
     def _send(self, name: str, value: Sequence[bytes]) -> None:
         """Send an object, once there is room for it on the way."""
+        nbytes = size(value)
+        with self._arrived:
+            self._await(lambda: sum(self._on_way) + nbytes <= self._window and len(self._on_way) < _UPLOADS)
+            self._on_way.append(nbytes)
+        self._pool.submit(self._sent, name, value, nbytes)
+
+    def _sent(self, name: str, value: Sequence[bytes], nbytes: int) -> None:
         from converter import buckets
 
-        nbytes = size(value)
-        while self._sending and (self._on_way + nbytes > self._window or len(self._sending) >= 2 * _UPLOADS):
-            self._await_oldest()
-        self._sending.append((nbytes, self._pool.submit(buckets.send, self._directory / name, value)))
-        self._on_way += nbytes
+        failure: BaseException | None = None
+        try:
+            buckets.send(self._directory / name, value)
+        except BaseException as error:
+            failure = error
+        with self._arrived:
+            self._failure = self._failure or failure
+            self._on_way.remove(nbytes)
+            self._arrived.notify_all()
 
-    def _await_oldest(self) -> None:
-        nbytes, sent = self._sending.popleft()
-        sent.result()
-        self._on_way -= nbytes
+    def _await(self, enough: Callable[[], bool]) -> None:
+        """Wait until enough has arrived, or all; raise what made an object fail."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._failure is not None or not self._on_way or enough())
+            if self._failure is not None:
+                raise self._failure
 
     def finish(self) -> None:
         with self._lock:
             if self._gathered:
                 self._send_gathered()
-            while self._sending:
-                self._await_oldest()
+            self._await(lambda: False)
             self._pool.shutdown()
 
     def abort(self) -> None:
