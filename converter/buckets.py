@@ -111,41 +111,82 @@ def read(path: object) -> bytes:
     return content
 
 
-def write(path: object, content: bytes) -> None:
-    """Make or replace an object, which is there whole or not at all."""
+def write(path: object, content: bytes, *, checked: bool = False) -> None:
+    """Make or replace an object, which is there whole or not at all.
+
+    Args:
+      checked: ask `before_write` before every try.
+    """
     bucket, name = split(path)
-    call(bucket, lambda: upload(_bucket(bucket).blob(name), content), of="bucket")
+
+    def attempt() -> None:
+        if checked:
+            _check()
+        upload(_bucket(bucket).blob(name), content)
+
+    call(bucket, attempt, of="bucket")
+
+
+def _check() -> None:
+    for check in before_write:
+        check()
 
 
 def send(path: object, pieces: Sequence[bytes]) -> None:
-    """Make or replace an object of bytes given in pieces, none of which is copied.
+    """Make an object of bytes given in pieces, none of which is copied, where there was none.
 
     The client library would copy each several times; checks and failures are as with `write`.
     """
-    from google.api_core.exceptions import from_http_response
-
     bucket, name = split(path)
-    for check in before_write:
-        check()
-    expected = 0
-    for piece in pieces:
-        expected = google_crc32c.extend(expected, piece)
+    expected = (sum(map(len, pieces)), functools.reduce(google_crc32c.extend, pieces, 0))
+    # What may be replaced: none, or what an earlier try has made. Whoever loses the lease in the middle of a request
+    # must not replace what its successor has written.
+    generation = 0
 
     def attempt() -> None:
+        nonlocal generation
+        _check()
         response = _session().post(
             gcs.address("upload/", bucket),
-            params={"uploadType": "media", "name": name},
+            params={"uploadType": "media", "name": name, "ifGenerationMatch": str(generation)},
             data=cast(Iterable[bytes], _Body(pieces)),
             headers={"Content-Type": "application/octet-stream"},
             timeout=TIMEOUT_SECONDS,
             allow_redirects=False,
         )
-        if response.status_code != 200:
-            raise from_http_response(response)
-        if (told := response.json().get("crc32c")) and parse_crc32c(told) != expected:
+        if response.status_code == 412:
+            # A try whose answer got lost has made it.
+            found = _bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS, retry=None)
+            described = {"size": found.size, "crc32c": found.crc32c, "generation": found.generation} if found else {}
+        else:
+            described = _described(response)
+        try:
+            generation = int(described.get("generation", 0))
+            stored = (int(described["size"]), parse_crc32c(described["crc32c"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConnectionError(f"HTTP {response.status_code} with an answer that makes no sense") from error
+        if stored != expected:
             raise ConnectionError(f"{name} was damaged on its way into the bucket")
 
     call(bucket, attempt, of="bucket")
+
+
+def _described(response: requests.Response) -> dict[str, Any]:
+    """What the service says of an object that it has stored.
+
+    Raises:
+      google.api_core.exceptions.GoogleAPICallError: it has not.
+    """
+    from google.api_core.exceptions import from_http_response
+
+    if response.status_code >= 400:
+        raise from_http_response(response)
+    try:
+        described = response.json()
+    except ValueError:
+        # Some proxy's.
+        return {}
+    return described if isinstance(described, dict) else {}
 
 
 class _Body:
@@ -443,9 +484,7 @@ class _Upload(io.BytesIO):
         if not self.closed:
             content = self.getvalue()
             super().close()
-            for check in before_write:
-                check()
-            write(self._path, content)
+            write(self._path, content, checked=True)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:

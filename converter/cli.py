@@ -215,10 +215,10 @@ def _guarded(run: Callable[[], int], *, as_json: bool = False) -> int:
             _exit_now(error.exit_code)
         return error.exit_code
     except Terminated as error:
-        logs.error("ended by SIGTERM; nothing partial was kept", error.exit_code, as_json=as_json)
+        logs.error(f"ended by SIGTERM; {_left(error)}", error.exit_code, as_json=as_json)
         _exit_now(error.exit_code)
-    except KeyboardInterrupt:
-        logs.error("interrupted; nothing partial was kept", 130, as_json=as_json)
+    except KeyboardInterrupt as error:
+        logs.error(f"interrupted; {_left(error)}", 130, as_json=as_json)
         _exit_now(130)
     except BrokenPipeError:
         sys.stderr.close()
@@ -229,6 +229,12 @@ def _guarded(run: Callable[[], int], *, as_json: bool = False) -> int:
         text = f"{type(error).__name__}: {error}" if not as_json else traceback.format_exc()
         logs.error(f"error: this is a bug: {text}", 1, as_json=as_json)
         return 1
+
+
+def _left(ended: BaseException) -> str:
+    """What a signal has left behind."""
+    stuck = getattr(ended, "stuck", False)
+    return "what is half done is left for the next run to remove" if stuck else "nothing partial was kept"
 
 
 def _exit_now(code: int) -> NoReturn:

@@ -407,8 +407,7 @@ def _save(
         if not saving.done():
             # It waits for a bucket that does not answer, perhaps for minutes.
             hold.abandon()
-            if isinstance(error, ConverterError):
-                error.stuck = True
+            error.stuck = True  # type: ignore[attr-defined]
             raise
         if saving.exception() is None:
             hold.check()

@@ -138,6 +138,7 @@ def _leased(directory: Path) -> Iterator[Hold]:
                 _remove_unfinished(directory, lease.note, seconds=buckets.CLEANING_SECONDS)
             except Exception as failure:
                 log.warning("what was written to %s is left for the next run to remove: %s", directory, failure)
+                error.stuck = True  # type: ignore[attr-defined]
                 lease.keep()
         raise
     finally:

@@ -7,6 +7,7 @@ the two do differently; `output` builds on it, and nothing else asks which of th
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -31,9 +32,22 @@ def parse(key: str, text: str) -> Path:
     """
     if text.startswith(SCHEME):
         return _bucket_path(key, text)
-    if "://" in text:
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
         raise RequestError(f"{key}={text}: give a local path or one of a bucket, gs://BUCKET/PATH")
     return local(key, text)
+
+
+def parse_output(key: str, text: str) -> Path:
+    """The place of a checkpoint that is to be written, which a word of the command line names.
+
+    Raises:
+      RequestError: it can be none.
+    """
+    path = parse(key, text)
+    if glob.escape(str(path)).replace("[?]", "?") != str(path):
+        # It would find no database to put together, and leave a checkpoint without one.
+        raise RequestError(f"{key}={path}: Orbax looks for its files by patterns, so no [ or * in the path, please")
+    return path
 
 
 def local(key: str, text: str) -> Path:

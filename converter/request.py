@@ -196,7 +196,7 @@ def make_request(words: Words) -> Request:
         raise RequestError(f"base_output_directory={values['base_output_directory']}: no backslashes, please")
     adapter = _adapter(words)
     run_name = values["run_name"] or os.environ.get("JOBSET_NAME") or _default_run_name(name)
-    output = places.parse("base_output_directory", values["base_output_directory"] or f"tmp/{run_name}")
+    output = places.parse_output("base_output_directory", values["base_output_directory"] or f"tmp/{run_name}")
     source = values["hf_model_path"] or family.models[name].hub
     if adapter and not adapter.merge:
         # Where MaxText's converter puts it.

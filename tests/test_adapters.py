@@ -389,10 +389,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Large:
 
 
 def merge(base: Path, adapter: Path, output: Path, *words: str) -> Path:
-    return convert(
-        *("llama3.1-8b", base, output, *words),
-        *(f"hf_lora_adapter_path={adapter}", "load_parameters_path=merge"),
-    )
+    merging = (f"hf_lora_adapter_path={adapter}", "load_parameters_path=merge")
+    return convert("llama3.1-8b", base, output, *words, *merging)
 
 
 def digests_of(step: Path) -> dict[str, str]:

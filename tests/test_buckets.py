@@ -502,6 +502,7 @@ def test_sigterm_while_the_bucket_is_gone(
         done = run.wait()
         assert time.monotonic() - began < 29
     assert done.code == 143, done.stderr
+    assert done.stderr.splitlines()[-1].endswith("left for the next run to remove")
     assert not bucket.objects() & MARKERS
     assert "out/0.lease" in bucket.objects()
     refused(convert(bucket), 3, "another converter")

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import buckets as servers
 import pytest
 
 from converter import buckets, retrying
+from converter.errors import WorldError
 
 CONTENT, CRC32C = b"123456789", "4waSgw=="
 """The check value of CRC-32C in every catalogue, 0xe3069283."""
@@ -26,19 +28,28 @@ class Service:
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
-        self.answers: list[tuple[int, dict[str, Any]]] = []
+        self.answers: list[tuple[int, Any]] = []
+        self.conditions: list[str | None] = []
+        self.described: dict[str, Any] | None = None
         service = self
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_: Any) -> None:
                 pass
 
+            def do_GET(self) -> None:
+                self._answer(404 if service.described is None else 200, service.described or {})
+
             def do_POST(self) -> None:
+                service.conditions += parse_qs(urlsplit(self.path).query).get("ifGenerationMatch", [None])
                 service.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-                status, answer = service.answers.pop(0)
+                self._answer(*service.answers.pop(0))
+
+            def _answer(self, status: int, answer: Any) -> None:
                 content = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
+                self.send_header("Location", "/elsewhere")
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
@@ -62,7 +73,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
 
 
 def stored(checksum: str) -> tuple[int, dict[str, Any]]:
-    return 200, {"name": "x", "bucket": "models", "generation": "1", "size": "9", "crc32c": checksum}
+    return 200, {"name": "x", "bucket": "models", "generation": "5", "size": "9", "crc32c": checksum}
 
 
 @pytest.mark.parametrize("first", [[], [(400, REFUSAL)], [stored("AAAAAA==")], [(400, REFUSAL), stored("AAAAAA==")]])
@@ -97,4 +108,60 @@ def test_other_requests_that_are_wrong_are_not_tried_again(
     service.answers = [(400, {"error": {"code": 400, "message": "Invalid argument"}})] * 10
     with pytest.raises(buckets.Refused):
         write("gs://models/x", CONTENT)
+    assert len(service.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [(302, {}), (307, {}), (204, {}), (201, []), (200, []), (200, {}), (200, {"crc32c": "zz"}), (200, {"crc32c": 5})],
+)
+def test_answers_of_something_else_than_the_service(
+    answer: tuple[int, Any], service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a company's proxy, say: nothing is stored by them, and they may go away."""
+    service.answers = [answer, answer, stored(CRC32C)]
+    buckets.send("gs://models/x", [CONTENT])
+    assert len(service.bodies) == 3
+    monkeypatch.setattr(buckets, "DEADLINE_SECONDS", 0.05)
+    service.answers = [answer] * 5_000
+    with pytest.raises(buckets.Unreachable):
+        buckets.send("gs://models/x", [CONTENT])
+
+
+def test_only_what_an_own_try_has_made_is_replaced(service: Service) -> None:
+    """After one that came damaged; and after one whose answer got lost, once its damage is seen."""
+    service.answers = [stored("AAAAAA=="), stored(CRC32C)]
+    buckets.send("gs://models/x", [CONTENT])
+    assert service.conditions == ["0", "5"]
+    service.conditions.clear()
+    service.described = stored("AAAAAA==")[1] | {"generation": "7"}
+    service.answers = [(503, {}), (412, {}), stored(CRC32C)]
+    buckets.send("gs://models/x", [CONTENT])
+    assert service.conditions == ["0", "0", "7"]
+
+
+def test_what_a_lost_answer_was_about_is_there(service: Service) -> None:
+    service.described = stored(CRC32C)[1]
+    service.answers = [(503, {}), (412, {})]
+    buckets.send("gs://models/x", [CONTENT])
+    assert service.conditions == ["0", "0"]
+
+
+@pytest.mark.parametrize(
+    "write", [lambda path: buckets.send(path, [CONTENT]), lambda path: buckets._Upload(path).close()]
+)
+def test_every_try_asks_whether_it_may_write(
+    write: Callable[[str], None], service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A converter that slept for long finds out that another one has taken over before its next try."""
+    answers = iter([None, WorldError("another converter has taken over")])
+
+    def check() -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    monkeypatch.setattr(buckets, "before_write", [check])
+    service.answers = [(503, {}), stored(CRC32C)]
+    with pytest.raises(WorldError, match="taken over"):
+        write("gs://models/x")
     assert len(service.bodies) == 1
