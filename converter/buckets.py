@@ -24,7 +24,7 @@ import google_crc32c
 from fsspec import register_implementation
 from fsspec.spec import AbstractFileSystem
 
-from converter import certificates, gcs, retrying
+from converter import certificates, environment, gcs, retrying
 from converter.errors import RequestError, WorldError
 from converter.hf.checksums import crc32c, parse_crc32c
 
@@ -146,13 +146,15 @@ def send(path: object, pieces: Sequence[bytes]) -> None:
     def attempt() -> None:
         nonlocal generation
         _check()
+        address = gcs.address("upload/", bucket)
         response = _session().post(
-            gcs.address("upload/", bucket),
+            address,
             params={"uploadType": "media", "name": name, "ifGenerationMatch": str(generation)},
             data=cast(Iterable[bytes], _Body(pieces)),
             headers={"Content-Type": "application/octet-stream"},
             timeout=TIMEOUT_SECONDS,
             allow_redirects=False,
+            **environment.settings(address),
         )
         if response.status_code == 412:
             # A try whose answer got lost has made it.

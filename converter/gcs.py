@@ -31,11 +31,16 @@ def address(service: str, bucket: str, name: str | None = None) -> str:
 
 
 def session(scope: str) -> requests.Session:
-    """A session that is authorised, for one thread at a time; its first request may raise GoogleAuthError."""
+    """A session that is authorised, for one thread at a time; its first request may raise GoogleAuthError.
+
+    Its requests are given `environment.settings`.
+    """
     from google.auth.transport.requests import AuthorizedSession
 
     # Retries are one place's business, which has a total deadline.
-    return AuthorizedSession(_credentials(scope), max_refresh_attempts=1)  # type: ignore[no-untyped-call]
+    made = AuthorizedSession(_credentials(scope), max_refresh_attempts=1)  # type: ignore[no-untyped-call]
+    made.trust_env = False
+    return made
 
 
 @cache

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+_WAIT_SECONDS = 0.1
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -44,10 +46,17 @@ class Aborted(Exception):  # noqa: N818 - not an error
 
 @dataclass(eq=False)
 class _Held:
-    """A segment, how often it is still to be taken, and its content once that has come."""
+    """A segment.
+
+    Attributes:
+      left: how often it is still to be taken.
+      come: whoever waits for its content waits here: nobody else need be woken.
+      data: its content, once that has come.
+    """
 
     segment: Segment
     left: int
+    come: threading.Condition
     data: memoryview | None = None
 
 
@@ -82,7 +91,9 @@ class Ahead:
         self._elsewhere = elsewhere
         self._limit = limit
         self._disk_limit = disk_limit
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # Where those wait who have nothing to fetch for now, and those who need what is not announced yet.
+        self._room, self._announced = threading.Condition(self._lock), threading.Condition(self._lock)
         self._held: set[_Held] = set()
         # Who takes what: (group, file, begin, end) -> segments that were announced with it.
         self._due: dict[tuple[int, str, int, int], deque[_Held]] = {}
@@ -96,13 +107,12 @@ class Ahead:
 
     def reach(self, group: int) -> None:
         """Begin with the reading for a group of chunks; that for all groups before is over."""
-        with self._changed:
+        with self._lock:
             self._group = group
             for key in [key for key in self._due if key[0] < group]:
                 del self._due[key]
             for held in [held for held in self._held if held.segment.group < group]:
                 self._drop(held)
-            self._changed.notify_all()
 
     def take(self, file: str, begin: int, end: int, stop: threading.Event) -> memoryview | None:
         """A range that the group reached needs; None where nobody fetches it.
@@ -111,39 +121,39 @@ class Ahead:
           Aborted: closed, or `stop` was set, while waiting.
           ConverterError: a fetch failed.
         """
-        with self._changed:
+        with self._lock:
             while True:
                 if self._error is not None:
                     raise self._error
                 if self._closed or stop.is_set():
                     raise Aborted
-                key = (self._group, file, begin, end)
-                due = self._due.get(key)
-                if due and (data := due[0].data) is not None:
-                    held = due.popleft()
-                    self._taken(held)
-                    return data[begin - held.segment.begin : end - held.segment.begin]
-                if not due:
-                    if (found := self._elsewhere(file, begin, end)) is not None:
-                        return found
-                    if self._next is None or self._next.group > self._group:
-                        return None
-                # Not for ever at once, for the sake of `stop`.
-                self._changed.wait(0.1)
+                if due := self._due.get((self._group, file, begin, end)):
+                    held = due[0]
+                    if held.data is not None:
+                        due.popleft()
+                        self._taken(held)
+                        return held.data[begin - held.segment.begin : end - held.segment.begin]
+                    # Not for ever at once, for the sake of `stop`.
+                    held.come.wait(_WAIT_SECONDS)
+                    continue
+                if (found := self._elsewhere(file, begin, end)) is not None:
+                    return found
+                if self._next is None or self._next.group > self._group:
+                    return None
+                self._announced.wait(_WAIT_SECONDS)
 
     def close(self) -> None:
         """Fetch no more; what is being fetched is dropped."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._held.clear()
             self._due.clear()
-            self._changed.notify_all()
+            self._room.notify_all()
 
     def _taken(self, held: _Held) -> None:
         held.left -= 1
         if not held.left:
             self._drop(held)
-            self._changed.notify_all()
 
     def _drop(self, held: _Held) -> None:
         self._held.discard(held)
@@ -151,41 +161,50 @@ class Ahead:
             self._disk_bytes -= held.segment.size
         elif held.data is not None:
             self._bytes -= held.segment.size
+        self._wake()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._closed and self._next is not None and not self._fits(self._next):
-                    self._changed.wait()
+                    self._room.wait()
                 if self._closed or self._next is None or self._error is not None:
                     return
                 held = self._announce(self._next)
-                self._bytes += held.segment.size
-                if held.segment.keep:
-                    self._disk_bytes += held.segment.size
                 try:
                     self._next = next(self._segments, None)
                 except BaseException as error:
                     self._fail(error)
                     return
+                self._wake()
             try:
                 data = self._fetch(held.segment)
             except BaseException as error:
-                with self._changed:
+                with self._lock:
                     self._fail(error)
                 return
-            with self._changed:
+            with self._lock:
                 held.data = data
                 if held.segment.keep or held not in self._held:
                     self._bytes -= held.segment.size
-                self._changed.notify_all()
+                    self._wake()
+                held.come.notify_all()
 
     def _announce(self, segment: Segment) -> _Held:
-        held = _Held(segment, len(segment.parts))
+        held = _Held(segment, len(segment.parts), threading.Condition(self._lock))
         self._held.add(held)
         for begin, end in segment.parts:
             self._due.setdefault((segment.group, segment.file, begin, end), deque()).append(held)
+        self._bytes += segment.size
+        if segment.keep:
+            self._disk_bytes += segment.size
+        self._announced.notify_all()
         return held
+
+    def _wake(self) -> None:
+        """Have another thread fetch the next segment, if there is room for it."""
+        if self._next is not None and self._fits(self._next):
+            self._room.notify()
 
     def _fits(self, segment: Segment) -> bool:
         in_memory = self._bytes == 0 or self._bytes + segment.size <= self._limit
@@ -194,4 +213,4 @@ class Ahead:
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
-        self._changed.notify_all()
+        self._room.notify_all()

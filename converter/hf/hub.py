@@ -73,10 +73,12 @@ def pin(model: HubModel, cache: Cache) -> Pinned:
       WorldError: the network or the hub failed.
     """
     _configure()
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
 
     repo, revision = model.repo, model.revision
     if constants.HF_HUB_OFFLINE:
+        from huggingface_hub import snapshot_download
+
         root = _try(
             model,
             cache.seconds,
@@ -145,6 +147,7 @@ def _session(cache: Cache) -> requests.Session:
     from huggingface_hub import constants, get_token
 
     made = requests.Session()
+    made.trust_env = False
     # Not huggingface_hub's headers: making them asks the hub for things of its own.
     made.headers["User-Agent"] = f"shardpool/{__version__}"
     token = cache.token or (None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
-from converter import retrying
+from converter import environment, retrying
 from converter.errors import ConverterError, RequestError, WorldError
 from converter.hf.files import MAX_JSON_BYTES, parse_json
 
@@ -201,14 +201,13 @@ def _get(session: requests.Session, url: str, *, redirects: bool, **options: Any
     They are followed here since requests would read what comes with a redirection to its end, however long; it does
     that even where it is not to follow, unless it sees none.
     """
-    from requests.exceptions import InvalidSchema, InvalidURL, MissingSchema
-    from urllib3.exceptions import LocationValueError
-
     session.get_redirect_target = _nowhere  # type: ignore[method-assign, assignment]
     for _ in range(_MOST_REDIRECTS + 1):
         try:
-            response = session.get(url, stream=True, timeout=_TIMEOUT, allow_redirects=False, **options)
-        except (InvalidSchema, InvalidURL, MissingSchema, LocationValueError, UnicodeError) as error:
+            known = environment.settings(url)
+            response = session.get(url, stream=True, timeout=_TIMEOUT, allow_redirects=False, **known, **options)
+        except ValueError as error:
+            # All of requests' and urllib3's exceptions about addresses are such.
             raise RequestError(f"{_shown(url)} cannot be asked for: {retrying.one_line(error)}") from error
         location = response.headers.get("Location")
         if not redirects or response.status_code not in _REDIRECTS or location is None:

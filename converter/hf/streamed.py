@@ -111,6 +111,7 @@ class StreamedFiles:
         self._spool = Spool(spool, (each for ranges in used.values() for each in ranges)) if spool is not None else None
         self._used = used
         self._group = -1
+        self._blocks = Blocks(limit)
         self._ahead = Ahead(
             segments, self._fetch_segment, self._kept, limit=limit, disk_limit=spool_limit, connections=connections
         )
