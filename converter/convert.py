@@ -276,7 +276,8 @@ def _scheduled(
     )
     reading, cached = MAPPED, memory.limit()
     if repository.remote is not None:
-        reading = fetching.reading(request.threads, sum(tensor.nbytes for tensor in repository.tensors.values()))
+        nbytes = sum(tensor.nbytes for tensor in repository.tensors.values())
+        reading = fetching.reading(request.threads, nbytes, plan.largest_chunk)
         # Without a spool nothing is as good as a page cache: the larger the groups, the less is read again.
         cached = cached if request.spool is not None else 0
     remote = repository.remote is not None or (merged is not None and merged.repository.remote is not None)

@@ -15,16 +15,18 @@ from converter.hf.quantised import Weights
 from converter.hf.repository import Repository, Source
 from converter.hf.safetensors import StoredTensor
 from converter.hf.spool import free_bytes
+from converter.mapping import Box, Piece
 from converter.plan import ArrayPlan
 from converter.reading import ranges
 from converter.schedule import Reading, Schedule
 from converter.stream import tasks_of
 
-_LEAST_WINDOW, _MOST_WINDOW = 16 << 20, 64 << 20
-"""Read ahead into memory, or on the way into the spool."""
+_WINDOW_BYTES, _LEAST_WINDOW = 64 << 20, 16 << 20
+"""Read ahead into memory, or on the way into the spool; of a small source, and where many threads read large tasks."""
 
-_WINDOWS = 32
-"""Of a small source are read at least: it is over before a large window would have helped."""
+_OF_CHUNK, _OF_SOURCE = 4, 32
+"""The window is at most such a part of the largest chunk, where that is more, and of the source: a small one is over
+before a large window would have helped."""
 
 _SPOOL_WINDOW_BYTES = 256 << 20
 """Read ahead into the spool, while what lies there already is walked again."""
@@ -56,13 +58,15 @@ class Reads:
     spool_bytes: int
 
 
-def reading(threads: int, nbytes: int) -> Reading:
+def reading(threads: int, nbytes: int, largest_chunk: int) -> Reading:
     """The memory of reading ahead: the window, and what the tasks at work took out of it.
 
     Args:
       nbytes: of the source.
+      largest_chunk: bytes; what is promised on memory grows with it, so that the window may.
     """
-    window = min(_MOST_WINDOW, max(_LEAST_WINDOW, nbytes // _WINDOWS))
+    most = min(max(_WINDOW_BYTES, largest_chunk // _OF_CHUNK), max(_LEAST_WINDOW, nbytes // _OF_SOURCE))
+    window = min(most, max(_WINDOW_BYTES, 2 * threads * _MOST_SEGMENT))
     # The tasks of all threads together hold no more than is read ahead.
     segment = min(_MOST_SEGMENT, max(_LEAST_SEGMENT, window // max(2 * threads, _LEAST_CONNECTIONS)))
     return Reading(window + threads * segment, segment, window)
@@ -77,18 +81,43 @@ def segments(schedule: Schedule, weights: Weights, in_memory: Container[str], *,
     """
     kept: set[tuple[str, int, int]] = set()
     again = {array.name for array in schedule.plan.arrays if spooled and _read_again(schedule, array)}
+    walked = _Walked(weights, again)
     for number, group in enumerate(schedule.groups):
         joined = _Joined(number, schedule.reading.task_bytes or _MOST_SEGMENT)
-        for task in tasks_of(group, schedule.reading.task_bytes, in_memory):
+        for task in tasks_of(group, schedule.reading.task_bytes, in_memory, walked.lacks):
             joined.begin(task.piece.tensor if task.piece.tensor in weights.encodings else None)
             for tensor, begin, end in ranges(weights, task.piece, task.source):
                 joined.add(tensor, begin, end, keep=task.chunk.array.name in again)
+        walked.end_group()
         for segment in reversed(joined.segments) if number % 2 else joined.segments:
             key = (segment.file, segment.begin, segment.end)
             if key not in kept:
                 yield segment
             if segment.keep:
                 kept.add(key)
+
+
+class _Walked:
+    """What earlier groups have read and is kept: its tasks need not even be made, of which there may be millions."""
+
+    def __init__(self, weights: Weights, again: Container[str]) -> None:
+        """Begin; `again`: the arrays whose sources are kept."""
+        self._weights = weights
+        self._again = again
+        self._before: set[tuple[str, int, int]] = set()
+        self._now: set[tuple[str, int, int]] = set()
+
+    def lacks(self, array: ArrayPlan, piece: Piece, boxes: Iterable[Box]) -> bool:
+        """Whether anything must be fetched for these boxes of a piece."""
+        if array.name not in self._again:
+            return True
+        read = {(tensor.file, begin, end) for box in boxes for tensor, begin, end in ranges(self._weights, piece, box)}
+        self._now |= read
+        return not read <= self._before
+
+    def end_group(self) -> None:
+        self._before |= self._now
+        self._now = set()
 
 
 @dataclass
@@ -103,10 +132,11 @@ class _Growing:
 
     def add(self, begin: int, end: int, most: int) -> bool:
         """Add a range, unless it lies too far away or makes the segment too large."""
-        gap, last = (0 if self.keep else _GAP_BYTES), max(end, self.end)
-        if not self.begin <= begin <= self.end + gap or last - self.begin > most:
+        gap = 0 if self.keep else _GAP_BYTES
+        grows = end > self.end
+        if not self.begin <= begin <= self.end + gap or (grows and end - self.begin > most):
             return False
-        self.end = last
+        self.end = max(end, self.end)
         self.parts.append((begin, end))
         return True
 

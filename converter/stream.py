@@ -17,7 +17,7 @@ from converter.copying import copy_box
 from converter.hf import decoding
 from converter.mapping import Box, Piece
 from converter.maxtext.orbax import Store
-from converter.plan import Chunk
+from converter.plan import ArrayPlan, Chunk
 from converter.reading import ReadBox
 from converter.schedule import PARALLEL_ZSTD_BYTES, Schedule, aligned
 
@@ -172,12 +172,18 @@ def _bundles(tasks: Iterable[Task]) -> Iterator[list[Task]]:
         yield bundle
 
 
-def tasks_of(group: tuple[Chunk, ...], read_bytes: int | None, encoded: Container[str] = ()) -> Iterator[Task]:
+def tasks_of(
+    group: tuple[Chunk, ...],
+    read_bytes: int | None,
+    encoded: Container[str] = (),
+    wanted: Callable[[ArrayPlan, Piece, list[Box]], bool] | None = None,
+) -> Iterator[Task]:
     """What fills a group, ordered so that tasks which read the same rows come together.
 
     Args:
       read_bytes: of the source that one task may read, None for any number.
       encoded: the tensors that are decoded.
+      wanted: whether the tasks are wanted that read these boxes of a piece; None for all.
     """
     by_array: dict[int, list[Chunk]] = {}
     for chunk in group:
@@ -186,6 +192,8 @@ def tasks_of(group: tuple[Chunk, ...], read_bytes: int | None, encoded: Containe
         for piece in chunks[0].array.pieces_near([chunk.box for chunk in chunks]):
             size = decoding.TASK_BYTES if piece.tensor in encoded else _TASK_BYTES
             boxes = [(chunk, *found) for chunk in chunks if (found := intersect(piece, chunk.box))]
+            if wanted is not None and not wanted(chunks[0].array, piece, [source for *_, source in boxes]):
+                continue
             parts = [
                 [
                     Task(piece, chunk, *box, first=not (i and chunk.array.strided))

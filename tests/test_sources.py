@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import hub as stand_in
 import numpy as np
@@ -34,14 +35,14 @@ from converter import fetching, stream
 from converter.errors import RequestError
 from converter.hf.checksums import Pieces, combined
 from converter.hf.location import BucketFolder, Folder, HubModel, name_of, parse_location
-from converter.hf.quantised import open_weights
+from converter.hf.quantised import Weights, open_weights
 from converter.hf.repository import Repository, locate, open_repository
 from converter.hf.streamed import StreamedFiles
 from converter.mapping import Box, Geometry, Piece, parameters
 from converter.maxtext.orbax import Storage
 from converter.models import MODELS
 from converter.plan import make_plan
-from converter.schedule import make_schedule
+from converter.schedule import Schedule, make_schedule
 
 MODEL = "qwen3-0.6b"
 REPO = "Qwen/Qwen3-0.6B"
@@ -559,17 +560,17 @@ def test_local_run_imports_nothing_of_the_network() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_planning_what_experts_are_read_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk of stacked experts is looked for in the few tensors that it needs, not in those of all experts."""
-    config = make_config("qwen3-30b-a3b", num_hidden_layers=2)
-    sizes = tensor_shapes(MODELS["qwen3-30b-a3b"], config)
+def planned(model: str, layers: int, threads: int, tmp_path: Path) -> tuple[Schedule, Weights, int]:
+    """The schedule of a model with fewer layers whose weights are holes, and their bytes."""
+    config = make_config(model, num_hidden_layers=layers)
+    sizes = tensor_shapes(MODELS[model], config)
     folder = write_sparse(tmp_path / "hf", config, {name: ("BF16", shape) for name, shape in sizes.items()})
     weights = open_weights(open_repository(locate(str(folder), revision=None, token=None)), BFLOAT16)
-    family = MODELS["qwen3-30b-a3b"]
+    family = MODELS[model]
     filled = family.fill(config)
     made = parameters(
         family,
-        Geometry(filled, filled["vocab_size"], 2),
+        Geometry(filled, filled["vocab_size"], layers),
         weights.tensors,
         save_dtype=BFLOAT16,
         scan=True,
@@ -578,7 +579,14 @@ def test_planning_what_experts_are_read_for(tmp_path: Path, monkeypatch: pytest.
     plan = make_plan(
         made, weights.repository.positions(), devices=16, scan=True, storage=Storage(True, True, True, 2**31)
     )
-    schedule = make_schedule(plan, plan.largest_chunk, 4, 0, fetching.reading(4, 1 << 40))
+    nbytes = sum(math.prod(shape) * 2 for shape in sizes.values())
+    reading = fetching.reading(threads, nbytes, plan.largest_chunk)
+    return make_schedule(plan, plan.largest_chunk, threads, 0, reading), weights, nbytes
+
+
+def test_planning_what_experts_are_read_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of stacked experts is looked for in the few tensors that it needs, not in those of all experts."""
+    schedule, weights, nbytes = planned("qwen3-30b-a3b", 2, 4, tmp_path)
     asked = []
     intersect = stream.intersect
 
@@ -590,5 +598,25 @@ def test_planning_what_experts_are_read_for(tmp_path: Path, monkeypatch: pytest.
     found = list(fetching.segments(schedule, weights, (), spooled=False))
     assert {segment.group for segment in found} == set(range(len(schedule.groups)))
     assert len(schedule.groups) > 40
-    assert sum(segment.size for segment in found) >= sum(math.prod(shape) * 2 for shape in sizes.values())
+    assert sum(segment.size for segment in found) >= nbytes
     assert len(asked) < 2 * sum(len(segment.parts) for segment in found)
+
+
+@pytest.mark.parametrize("threads", [2, 64])
+def test_what_is_kept_is_fetched_and_planned_once(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small the tasks of many threads are, and however often stacks are walked."""
+    schedule, weights, nbytes = planned("llama3.1-70b", 2, threads, tmp_path)
+    made = []
+    task = stream.Task
+
+    def counted(*parts: Any, **named: Any) -> stream.Task:
+        made.append(parts)
+        return task(*parts, **named)
+
+    monkeypatch.setattr(stream, "Task", counted)
+    found = list(fetching.segments(schedule, weights, (), spooled=True))
+    assert sum(segment.size for segment in found) == nbytes
+    assert len(schedule.groups) > 100
+    assert len(made) < 1.2 * sum(len(segment.parts) for segment in found)
