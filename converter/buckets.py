@@ -1,9 +1,9 @@
 """Google Cloud Storage: single objects and trees of them, by `gs://` paths, and as the file system behind epath.
 
-All that is written goes through here but the arrays' metadata and the index of databases, which TensorStore's own
-driver writes, with the retries that `TENSORSTORE` asks of it. Credentials are the application's default ones, on GKE
-those of Workload Identity. Only operations on objects are used, so that a role without any right on the bucket itself
-is enough.
+All that is written goes through here but the arrays' metadata and the database that Orbax merges, which TensorStore's
+own driver writes, with the retries that `TENSORSTORE` asks of it. Credentials are the application's default ones, on
+GKE those of Workload Identity. Only operations on objects are used, so that a role without any right on the bucket
+itself is enough.
 
 Transient failures (408, 429, 5xx, connections that break or stall, names that do not resolve, damaged downloads) are
 tried again until a deadline, as `retrying.py` does it; all others end the run at once
@@ -135,7 +135,8 @@ def _check() -> None:
 def send(path: object, pieces: Sequence[bytes]) -> None:
     """Make an object of bytes given in pieces, none of which is copied, where there was none.
 
-    The client library would copy each several times; checks and failures are as with `write`.
+    The client library would copy each several times. Failures are as with `write`; the checksum is compared with that
+    of what was stored, where `write` has the service refuse what arrives damaged.
     """
     bucket, name = split(path)
     expected = (sum(map(len, pieces)), functools.reduce(google_crc32c.extend, pieces, 0))

@@ -6,6 +6,8 @@ has returned for is stored.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import secrets
 import threading
@@ -18,13 +20,16 @@ from typing import Protocol
 from converter import places
 
 Buffer = bytes | memoryview
-"""A piece of a value: bytes, or a view of some (its items) that change later."""
+"""A piece of a value: bytes, or a view of single bytes that change later."""
 
 DATA_FILE_BYTES = 2 << 30
 """Size from which on nothing is appended to a file, MaxText's DEFAULT_OCDBT_TARGET_DATA_FILE_SIZE."""
 
 OBJECT_BYTES = 8 << 20
 """The same of an object in a bucket, which is in memory until it is sent."""
+
+_MOST_PIECES = 1024
+"""Of one call to the kernel (IOV_MAX)."""
 
 _UPLOADS = 16
 """Objects sent at a time at most."""
@@ -100,8 +105,8 @@ class _File:
 
     def close(self) -> None:
         if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
+            descriptor, self.descriptor = self.descriptor, None
+            os.close(descriptor)
 
 
 class _Files:
@@ -113,6 +118,7 @@ class _Files:
         self._free: list[_File] = []
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._failure: OSError | None = None
+        self._folders: set[Path] = set()
 
     def append(self, value: Sequence[Buffer]) -> Place:
         try:
@@ -120,6 +126,7 @@ class _Files:
         except IndexError:
             file = _File(self._directory)
             self._open.add(file)
+            self._note_folders(file.name)
         place = file.append(value)
         full = file.size >= DATA_FILE_BYTES
         if full or file.unsynced >= _SYNC_BYTES:
@@ -135,12 +142,13 @@ class _Files:
         """Have the disk store what is in a file; `last`: nothing will follow."""
         try:
             file.sync()
+            if last:
+                self._close(file)
         except OSError as error:
             self._failure = self._failure or error
-        if last:
-            self._close(file)
 
     def put(self, name: str, value: Sequence[Buffer]) -> None:
+        self._note_folders(name)
         descriptor = _create(self._directory / name)
         try:
             _write(descriptor, value)
@@ -148,9 +156,12 @@ class _Files:
         finally:
             os.close(descriptor)
 
+    def _note_folders(self, name: str) -> None:
+        self._folders.update(self._directory / parent for parent in Path(name).parents)
+
     def _close(self, file: _File) -> None:
-        file.close()
         self._open.discard(file)
+        file.close()
 
     def finish(self) -> None:
         for file in self._free:
@@ -158,11 +169,14 @@ class _Files:
         self._pool.shutdown()
         if self._failure is not None:
             raise self._failure
+        for folder in sorted(self._folders, reverse=True):
+            _store_folder(folder)
 
     def abort(self) -> None:
         self._pool.shutdown(cancel_futures=True)
         for file in list(self._open):
-            self._close(file)
+            with contextlib.suppress(OSError):
+                self._close(file)
 
 
 def _create(path: Path) -> int:
@@ -170,10 +184,23 @@ def _create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
 
+def _store_folder(folder: Path) -> None:
+    """Have the disk store which files a folder has."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Not every file system has this for folders.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def _write(descriptor: int, value: Sequence[Buffer]) -> None:
     rest = [memoryview(piece) for piece in value]
     while rest:
-        written = os.writev(descriptor, rest)
+        written = os.writev(descriptor, rest[:_MOST_PIECES])
         while rest and written >= len(rest[0]):
             written -= len(rest.pop(0))
         if rest:

@@ -89,7 +89,7 @@ def segments(schedule: Schedule, weights: Weights, in_memory: Container[str], *,
             for tensor, begin, end in ranges(weights, task.piece, task.source):
                 joined.add(tensor, begin, end, keep=task.chunk.array.name in again)
         walked.end_group()
-        for segment in reversed(joined.segments) if number % 2 else joined.segments:
+        for segment in joined.segments(backwards=bool(number % 2)):
             key = (segment.file, segment.begin, segment.end)
             if key not in kept:
                 yield segment
@@ -122,21 +122,22 @@ class _Walked:
 
 @dataclass
 class _Growing:
-    """A segment to which ranges are added."""
+    """A segment to which ranges are added; `last`: the number of the read that was added last."""
 
     file: str
     begin: int
     end: int
     parts: list[tuple[int, int]]
     keep: bool
+    last: int
 
-    def add(self, begin: int, end: int, most: int) -> bool:
-        """Add a range, unless it lies too far away or makes the segment too large."""
+    def add(self, begin: int, end: int, most: int, number: int) -> bool:
+        """Add the range of a read, unless it lies too far away or makes the segment too large."""
         gap = 0 if self.keep else _GAP_BYTES
         grows = end > self.end
         if not self.begin <= begin <= self.end + gap or (grows and end - self.begin > most):
             return False
-        self.end = max(end, self.end)
+        self.end, self.last = max(end, self.end), number
         self.parts.append((begin, end))
         return True
 
@@ -146,19 +147,17 @@ class _Joined:
 
     def __init__(self, group: int, most: int) -> None:
         self._grown: list[_Growing] = []
+        self._reads = 0
         self._group = group
         self._most = most
         self._encoded: str | None = None
         # The last segment of each kind: scales are read by turns with codes.
         self._latest: dict[tuple[str, int, bool], _Growing] = {}
 
-    @property
-    def segments(self) -> list[Segment]:
-        """In the order in which they are first needed."""
-        return [
-            Segment(grown.file, grown.begin, grown.end, tuple(grown.parts), self._group, grown.keep)
-            for grown in self._grown
-        ]
+    def segments(self, *, backwards: bool) -> list[Segment]:
+        """In the order in which they are first needed by a walk that goes forwards or backwards."""
+        grown = sorted(self._grown, key=lambda each: each.last, reverse=True) if backwards else self._grown
+        return [Segment(each.file, each.begin, each.end, tuple(each.parts), self._group, each.keep) for each in grown]
 
     def begin(self, encoded: str | None) -> None:
         """Begin with a task, which reads what the tensor `encoded` is made of, None for one that is not encoded."""
@@ -171,11 +170,12 @@ class _Joined:
         # What is kept must be found again in the same pieces, so it is cut at every tensor.
         kind = (tensor.file, tensor.offset if keep or self._encoded else -1, keep)
         latest = self._latest.get(kind)
-        if latest is not None and latest.add(begin, end, self._most):
+        self._reads += 1
+        if latest is not None and latest.add(begin, end, self._most, self._reads):
             return
         if self._encoded is None:
             self._latest.clear()
-        self._latest[kind] = _Growing(tensor.file, begin, end, [(begin, end)], keep)
+        self._latest[kind] = _Growing(tensor.file, begin, end, [(begin, end)], keep, self._reads)
         self._grown.append(self._latest[kind])
 
 

@@ -1,6 +1,6 @@
 """In which groups chunks are written, so that memory stays within a budget and sources are read few times.
 
-Chunks of one group are filled in one walk over their sources, compressed side by side and committed together. A
+Chunks of one group are filled in one walk over their sources, and compressed and stored side by side. A
 scanned array is cut across all of its layers, so each of its chunks needs a part of every row of every layer: the
 array's sources are walked once per group, from memory where the page cache holds them, from disk where not.
 """

@@ -130,6 +130,15 @@ def test_what_nobody_took_makes_room(ahead: Callable[[Source], Ahead]) -> None:
     assert reading.take("f", 60, 70, stop) == content(60, 70)
 
 
+def test_nobody_waits_for_what_cannot_come(ahead: Callable[[Source], Ahead]) -> None:
+    """All room is held for readers who need something else first: whoever waits is told to fetch it himself."""
+    source = Source("")
+    source.segments = [segment(0, 12), segment(12, 24), segment(30, 40)]
+    reading = ahead(source)
+    settled(source, 2)
+    assert reading.take("f", 30, 40, threading.Event()) is None
+
+
 def test_who_waits_is_sent_away_at_the_end(ahead: Callable[[Source], Ahead]) -> None:
     reading = ahead(Source("n" * 12))
     stop = threading.Event()

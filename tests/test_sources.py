@@ -33,6 +33,7 @@ from test_oracles import CASES, Case
 from benchmarks.checkpoints import make_config, tensor_shapes
 from converter import fetching, stream
 from converter.errors import RequestError
+from converter.hf.ahead import Segment
 from converter.hf.checksums import Pieces, combined
 from converter.hf.location import BucketFolder, Folder, HubModel, name_of, parse_location
 from converter.hf.quantised import Weights, open_weights
@@ -42,6 +43,7 @@ from converter.mapping import Box, Geometry, Piece, parameters
 from converter.maxtext.orbax import Storage
 from converter.models import MODELS
 from converter.plan import make_plan
+from converter.reading import ranges
 from converter.schedule import Schedule, make_schedule
 
 MODEL = "qwen3-0.6b"
@@ -560,11 +562,20 @@ def test_local_run_imports_nothing_of_the_network() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def planned(model: str, layers: int, threads: int, tmp_path: Path) -> tuple[Schedule, Weights, int]:
+def planned(
+    model: str, layers: int, threads: int, tmp_path: Path, *, fp8: bool = False
+) -> tuple[Schedule, Weights, int]:
     """The schedule of a model with fewer layers whose weights are holes, and their bytes."""
     config = make_config(model, num_hidden_layers=layers)
     sizes = tensor_shapes(MODELS[model], config)
-    folder = write_sparse(tmp_path / "hf", config, {name: ("BF16", shape) for name, shape in sizes.items()})
+    stored = {name: ("BF16", shape) for name, shape in sizes.items()}
+    if fp8:
+        config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+        for name, shape in sizes.items():
+            if name.endswith("_proj.weight"):
+                stored[name] = ("F8_E4M3", shape)
+                stored[f"{name}_scale_inv"] = ("F32", tuple(-(-size // 128) for size in shape))
+    folder = write_sparse(tmp_path / "hf", config, stored)
     weights = open_weights(open_repository(locate(str(folder), revision=None, token=None)), BFLOAT16)
     family = MODELS[model]
     filled = family.fill(config)
@@ -620,3 +631,21 @@ def test_what_is_kept_is_fetched_and_planned_once(
     assert sum(segment.size for segment in found) == nbytes
     assert len(schedule.groups) > 60
     assert len(made) < 1.2 * sum(len(segment.parts) for segment in found)
+
+
+@pytest.mark.parametrize("threads", [2, 64])
+def test_segments_come_in_the_order_of_the_walk(threads: int, tmp_path: Path) -> None:
+    """Backwards, too, where the scales of a whole tensor are needed with the last of its codes: else all would wait."""
+    schedule, weights, _ = planned("deepseek3-671b", 4, threads, tmp_path, fp8=True)
+    assert weights.encodings
+    found: dict[int, list[Segment]] = {}
+    for segment in fetching.segments(schedule, weights, set(weights.encodings), spooled=False):
+        found.setdefault(segment.group, []).append(segment)
+    for number, group in enumerate(schedule.groups):
+        tasks = list(stream.tasks_of(group, schedule.reading.task_bytes, set(weights.encodings)))
+        first: dict[tuple[str, int, int], int] = {}
+        for at, task in enumerate(reversed(tasks) if number % 2 else tasks):
+            for tensor, begin, end in ranges(weights, task.piece, task.source):
+                first.setdefault((tensor.file, begin, end), at)
+        needed = [min(first[(segment.file, *part)] for part in segment.parts) for segment in found[number]]
+        assert needed == sorted(needed)

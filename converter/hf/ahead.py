@@ -9,11 +9,15 @@ while the layers of one array are walked again and again.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 _WAIT_SECONDS = 0.1
+
+_STUCK_SECONDS = 1.0
+"""After so long without anything taken or fetched, whoever waits for what is not announced helps himself."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Ahead:
         self._due: dict[tuple[int, str, int, int], deque[_Held]] = {}
         self._group = -1
         self._bytes = self._disk_bytes = 0
+        self._fetching, self._moved = 0, time.monotonic()
         self._next = next(segments, None)
         self._closed = False
         self._error: BaseException | None = None
@@ -138,7 +143,7 @@ class Ahead:
                     continue
                 if (found := self._elsewhere(file, begin, end)) is not None:
                     return found
-                if self._next is None or self._next.group > self._group:
+                if self._next is None or self._next.group > self._group or self._is_stuck(self._next):
                     return None
                 self._announced.wait(_WAIT_SECONDS)
 
@@ -150,7 +155,13 @@ class Ahead:
             self._due.clear()
             self._room.notify_all()
 
+    def _is_stuck(self, segment: Segment) -> bool:
+        """Whether nothing moves: all is held for others who wait as well."""
+        idle = time.monotonic() - self._moved > _STUCK_SECONDS
+        return idle and not self._fetching and not self._fits(segment)
+
     def _taken(self, held: _Held) -> None:
+        self._moved = time.monotonic()
         held.left -= 1
         if not held.left:
             self._drop(held)
@@ -171,6 +182,7 @@ class Ahead:
                 if self._closed or self._next is None or self._error is not None:
                     return
                 held = self._announce(self._next)
+                self._fetching += 1
                 try:
                     self._next = next(self._segments, None)
                 except BaseException as error:
@@ -184,7 +196,8 @@ class Ahead:
                     self._fail(error)
                 return
             with self._lock:
-                held.data = data
+                held.data, self._moved = data, time.monotonic()
+                self._fetching -= 1
                 if held.segment.keep or held not in self._held:
                     self._bytes -= held.segment.size
                     self._wake()
