@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -164,3 +166,32 @@ def test_full_files_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def open_files_below(folder: Path) -> list[str]:
     return [file.path for file in psutil.Process().open_files() if file.path.startswith(str(folder))]
+
+
+def test_folders_are_stored_and_what_closing_says_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power cut, a file whose folder was not stored may be gone; a quota may only be told of at the end."""
+    stored = []
+    fsync, close = os.fsync, os.close
+
+    def noted(descriptor: int) -> None:
+        stored.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    files = open_files(tmp_path / "db", 0)
+    place = files.append([b"abc"])
+    files.put("a/c/0", [b"def"])
+    files.finish()
+    assert {tmp_path / "db", tmp_path / "db/d", tmp_path / "db/a/c", tmp_path / "db/a"} <= set(stored)
+    assert stored.index(tmp_path / "db" / place.file) < stored.index(tmp_path / "db/d")
+    monkeypatch.setattr(os, "fsync", fsync)
+
+    def over_quota(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    files = open_files(tmp_path / "full", 0)
+    files.append([b"abc"])
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="quota"):
+        patch.setattr(os, "close", over_quota)
+        files.finish()

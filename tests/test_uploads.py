@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 import buckets as servers
 import pytest
+from etils import epath
 
-from converter import buckets, retrying
+from converter import buckets, datafiles, retrying
 from converter.errors import WorldError
 
 CONTENT, CRC32C = b"123456789", "4waSgw=="
@@ -165,3 +169,31 @@ def test_every_try_asks_whether_it_may_write(
     with pytest.raises(WorldError, match="taken over"):
         write("gs://models/x")
     assert len(service.bodies) == 1
+
+
+def test_no_more_is_on_its_way_than_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever arrives first makes room, and what is appended is whole in the objects."""
+    lock, under_way, most, sent = threading.Lock(), 0, 0, {}
+
+    def send(path: Path, pieces: list[bytes]) -> None:
+        nonlocal under_way, most
+        content = b"".join(pieces)
+        with lock:
+            under_way += len(content)
+            most = max(most, under_way)
+        time.sleep(0.001 * (len(content) % 7))
+        with lock:
+            under_way -= len(content)
+            sent[path.name] = content
+
+    monkeypatch.setattr(buckets, "send", send)
+    monkeypatch.setattr(datafiles, "OBJECT_BYTES", 1000)
+    files = datafiles.open_files(cast(Path, epath.Path("gs://models/x")), 4000)
+    values = [bytes([i % 256]) * (100 + 37 * i % 900) for i in range(200)]
+    with ThreadPoolExecutor(4) as pool:
+        places = list(pool.map(lambda value: files.append([value]), values))
+    files.finish()
+    assert 2000 < most <= 4000
+    for value, place in zip(values, places, strict=True):
+        content = sent[place.file.removeprefix("d/")]
+        assert content[place.offset : place.offset + place.length] == value

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -94,10 +95,10 @@ class Spool:
         # Most of it is never used: a file of holes.
         size = sum(held.size for each in self._held.values() for held in each)
         with self._errors():
-            self._file, name = tempfile.mkstemp(prefix="converter-", dir=folder)
-            os.unlink(name)  # noqa: PTH108
-            os.ftruncate(self._file, size)
-            self._map: mmap.mmap | None = mmap.mmap(self._file, size) if size else None
+            # Closed when nobody holds it any more: a thread may be in the middle of `put` when all others give up.
+            self._file: IO[bytes] | None = tempfile.TemporaryFile(prefix="converter-", dir=folder, buffering=0)  # noqa: SIM115
+            self._file.truncate(size)
+            self._map: mmap.mmap | None = mmap.mmap(self._file.fileno(), size) if size else None
 
     def put(self, file: str, begin: int, data: memoryview) -> None:
         """Keep bytes of a file.
@@ -106,6 +107,9 @@ class Spool:
           WorldError: the disk is full or broken.
         """
         with self._lock:
+            spool = self._file
+            if spool is None:
+                return
             held = self._find(file, begin, begin + len(data))
             assert held is not None, "nobody announced it"
             if held.place is None:
@@ -114,7 +118,7 @@ class Spool:
         written = 0
         with self._errors():
             while written < len(data):
-                written += os.pwrite(self._file, data[written:], place + written)
+                written += os.pwrite(spool.fileno(), data[written:], place + written)
         with self._lock:
             held.there = merged([*held.there, (begin, begin + len(data))])
 
@@ -140,9 +144,8 @@ class Spool:
     def close(self) -> None:
         """Give everything back, as soon as nobody looks at it any more."""
         with self._lock:
-            os.close(self._file)
             self._held.clear()
-            self._map = None
+            self._file = self._map = None
 
     def _find(self, file: str, begin: int, end: int) -> _Held | None:
         """The range that has these bytes."""
