@@ -192,6 +192,7 @@ def test_folders_are_stored_and_what_closing_says_is_heard(tmp_path: Path, monke
 
     files = open_files(tmp_path / "full", 0)
     files.append([b"abc"])
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="quota"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "close", over_quota)
-        files.finish()
+        with pytest.raises(OSError, match="quota"):
+            files.finish()
