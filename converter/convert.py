@@ -48,8 +48,8 @@ SAVE_DTYPES = {"bfloat16": NUMPY_DTYPES["BF16"], "float32": NUMPY_DTYPES["F32"]}
 _ORBAX_THREADS = ("streamed_arrays", "np_type_handler", "write_metadata")
 """How the names of the threads begin in which Orbax saves."""
 
-_REMOTE_BYTES, _BOTH_REMOTE_BYTES = 24_000_000, 36_000_000
-"""Memory that the libraries for HTTP and credentials take, for a source or an output, and for both."""
+_REMOTE_BYTES = 24_000_000
+"""Memory that the libraries for HTTP and credentials take, for a source and for an output."""
 
 _STORED_BYTES = 1.4
 """What zstd leaves of a weight at least, for the check of free space: 70 % of the two bytes that matter."""
@@ -281,7 +281,7 @@ def _scheduled(
         # Without a spool nothing is as good as a page cache: the larger the groups, the less is read again.
         cached = cached if request.spool is not None else 0
     remote = repository.remote is not None or (merged is not None and merged.repository.remote is not None)
-    libraries = (0, _REMOTE_BYTES, _BOTH_REMOTE_BYTES)[remote + places.is_remote(request.output)]
+    libraries = _REMOTE_BYTES * (remote + places.is_remote(request.output))
     reading = replace(reading, memory=reading.memory + libraries + request.threads * weights.scratch_bytes)
     budget = request.memory_budget
     if budget is not None and budget < plan.largest_chunk:

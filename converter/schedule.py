@@ -210,8 +210,8 @@ def _stored(plan: Plan, chunks: Sequence[int], threads: int, window: int) -> int
     # What is not compressed is written to a disk from where it is, and copied on its way into a bucket.
     share = _COMPRESSED if plan.storage.compression else float(window > 0)
     stored = [int(share * chunk) for chunk in most]
-    # An object is on its way, however large, and the next one is gathered.
-    sending = max(window, OBJECT_BYTES + max(stored, default=0)) + OBJECT_BYTES if window else 0
+    # An object is on its way, however large, the next one is gathered, and connections hold something, too.
+    sending = max(window, OBJECT_BYTES + max(stored, default=0)) + 3 * OBJECT_BYTES if window else 0
     return sum(stored) + sending + _GAP_BYTES
 
 
