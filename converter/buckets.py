@@ -180,10 +180,11 @@ def _described(response: requests.Response) -> dict[str, Any]:
     Raises:
       google.api_core.exceptions.GoogleAPICallError: it has not.
     """
-    from google.api_core.exceptions import from_http_response
+    from google.api_core.exceptions import from_http_status
 
     if response.status_code >= 400:
-        raise from_http_response(response)
+        # Not `from_http_response`, which takes the answer for one of the service's.
+        raise from_http_status(response.status_code, response.text, response=response)
     try:
         described = response.json()
     except ValueError:

@@ -7,7 +7,6 @@ the two do differently; `output` builds on it, and nothing else asks which of th
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import re
 import shutil
@@ -44,7 +43,7 @@ def parse_output(key: str, text: str) -> Path:
       RequestError: it can be none.
     """
     path = parse(key, text)
-    if glob.escape(str(path)).replace("[?]", "?") != str(path):
+    if re.search(r"[\[*]", str(path)):
         # It would find no database to put together, and leave a checkpoint without one.
         raise RequestError(f"{key}={path}: Orbax looks for its files by patterns, so no [ or * in the path, please")
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ class Service:
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
         self.answers: list[tuple[int, Any]] = []
+        self.addresses: list[str] = []
         self.conditions: list[str | None] = []
         self.described: dict[str, Any] | None = None
         service = self
@@ -45,6 +47,7 @@ class Service:
                 self._answer(404 if service.described is None else 200, service.described or {})
 
             def do_POST(self) -> None:
+                service.addresses.append(self.path)
                 service.conditions += parse_qs(urlsplit(self.path).query).get("ifGenerationMatch", [None])
                 service.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
                 self._answer(*service.answers.pop(0))
@@ -117,7 +120,24 @@ def test_other_requests_that_are_wrong_are_not_tried_again(
 
 @pytest.mark.parametrize(
     "answer",
-    [(302, {}), (307, {}), (204, {}), (201, []), (200, []), (200, {}), (200, {"crc32c": "zz"}), (200, {"crc32c": 5})],
+    [
+        *(
+            (503, "unavailable"),
+            (503, {"error": "backend"}),
+            (503, {"error": None}),
+            (429, {"error": {"details": None}}),
+        ),
+        *(
+            (302, {}),
+            (307, {}),
+            (204, {}),
+            (201, []),
+            (200, []),
+            (200, {}),
+            (200, {"crc32c": "zz"}),
+            (200, {"crc32c": 5}),
+        ),
+    ],
 )
 def test_answers_of_something_else_than_the_service(
     answer: tuple[int, Any], service: Service, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +189,17 @@ def test_every_try_asks_whether_it_may_write(
     with pytest.raises(WorldError, match="taken over"):
         write("gs://models/x")
     assert len(service.bodies) == 1
+
+
+def test_proxies_of_the_environment(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", os.environ["STORAGE_EMULATOR_HOST"])
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://storage.example")
+    monkeypatch.setattr(buckets, "DEADLINE_SECONDS", 1.0)
+    service.answers = [stored(CRC32C)]
+    buckets.send("gs://models/x", [CONTENT])
+    assert [urlsplit(address).netloc for address in service.addresses] == ["storage.example"]
 
 
 def test_no_more_is_on_its_way_than_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
